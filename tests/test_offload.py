@@ -140,7 +140,6 @@ IN_PROCESSES: list[dict[str, Any]] = [
     {"num_stages": 4, "num_processes": 2},
     {"num_stages": 1, "replicas": 2, "zero": 1, "num_micro_batches": 2 * COUNT},
     {"num_stages": 1, "tensor_parallel": 2},
-    {"num_stages": 1, "tensor_parallel": 2, "sequence_parallel": True},
     {"num_stages": 4, "num_processes": 2, "schedule": "vocab_gpipe"},
 ]
 

@@ -34,7 +34,7 @@ def _of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
     return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
-#: Seeds whose choices differ in all that can be drawn: experts and replicas, adapters, chunks, T = 4 and rows in parts.
+#: Seeds whose choices differ in all that can be drawn: experts and replicas, adapters, chunks and T = 4.
 DRAWN = (0, 2, 4, 29)
 #: In four processes: the family, T, and the rest of the pipeline.
 PLAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -45,13 +45,10 @@ PLAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 VISITING = {"num_stages": 6, "num_processes": 2, "offload_weights": "all"}
 COMPILED = {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "eager"}
-IN_PARTS = {"sequence_parallel": True}
 #: Beside others: the family, its dropout, and the pipeline. What is compared is the same in one process.
 BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "smoothed and clipped": ("llama", 0.0, {"num_stages": 2, "label_smoothing": 0.1, "logit_clipping": 0.3}),
     "uneven": ("uneven llama", 0.2, {"num_stages": 2, "recompute": "block"}),
-    "rows in parts": ("marian", 0.2, {"num_stages": 2, "recompute": "block", **IN_PARTS}),
-    "rows in parts, zero bubble": ("uneven llama", 0.2, {"num_stages": 2, "schedule": "zb_h1", **IN_PARTS}),
     "dropout, stages again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "stage"}),
     "dropout, weights apart": ("marian", 0.2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "none"}),
     "replicas": ("llama", 0.1, {"num_stages": 1, "replicas": 2, "schedule": "1f1b", "recompute": "stage"}),
@@ -69,11 +66,11 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
 
 #: Of these cases the stages are on two workers, since it matters what crosses between them; of the others on one.
 ON_TWO_WORKERS = (
-    *("rows in parts", "rows in parts, zero bubble", "replicas", "packing", "chunks", "interleaved", "experts"),
+    *("replicas", "packing", "chunks", "interleaved", "experts"),
     *("hidden states", "rounded"),
 )
 #: What these are evaluated and generate does not depend on the schedule, the recomputation and the loss.
-GENERATING = ("uneven", "rows in parts", "replicas", "interleaved", "experts")
+GENERATING = ("uneven", "replicas", "interleaved", "experts")
 EVALUATED = (*GENERATING, "packing", "hidden states", "rounded")
 
 
@@ -141,8 +138,6 @@ def beside(name: str, size: int, **mesh: int) -> tuple[list[tuple[Result, float]
     if name == "teacher":  # whose blocks are compiled too
         options = options | {"teacher": plain_model(config, seed=7)}
     meshes = {"tensor_parallel": size} if size > 1 else {"replicas": 1, "num_processes": 1}
-    if size == 1:
-        options = {name: value for name, value in options.items() if name not in IN_PARTS}
     pipe = Pipeline(plain_model(config), seed=3, **{"num_micro_batches": 3} | options | meshes | mesh)
     batch = padded_batch(config)
     if "torch_compile" in options:  # micro-batches of one shape: each is compiled
@@ -173,8 +168,6 @@ def drawn(seed: int, size: int) -> tuple[Result, float]:
         options["recompute"] = "none"
     if "llama" in family and schedule == "1f1b" and rng.random() < 0.5:
         options["sequence_chunks"] = 2
-    elif family != "qwen3_moe" and rng.random() < 0.5:
-        meshes["sequence_parallel"] = True
     elif family == "llama":
         peft = pytest.importorskip("peft")
         lora = peft.LoraConfig(r=4, lora_dropout=0.2, target_modules=rng.choice((["q_proj", "down_proj"], ["k_proj"])))
@@ -318,7 +311,7 @@ def planned() -> list[tuple[str | None, list[int], list[int], float, Any]]:
     decide.profile_layers = partial(decide.profile_layers, repeats=1)  # type: ignore[attr-defined]
     config, found = config_of("llama"), []
     for partition, speeds in (("auto", None), ("profile", "profile")):
-        options = {"partition": partition, "speeds": speeds, "sequence_parallel": speeds is not None}
+        options = {"partition": partition, "speeds": speeds}
         batch = padded_batch(config)
         pipe = Pipeline(plain_model(config), 2, 2, "1f1b", "none", tensor_parallel=2, example=batch, **options)
         own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]

@@ -42,8 +42,6 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
         if is_so:
             raise UserError(f"{division.text} and {what}, which do not go together; leave tensor_parallel out")
     assert isinstance(adapter, TextAdapter)
-    if division.divides_rows:
-        _check_rows(adapter, division, is_compiled=is_compiled)
     verify_division(adapter, division)
     for name, probability in adapter.dropout.items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
@@ -62,22 +60,6 @@ def _naming(key: str) -> Iterator[None]:
         raise type(error)(f"{key} {error}, or leave tensor_parallel out") from None
 
 
-def _check_rows(adapter: TextAdapter, division: Division, *, is_compiled: bool) -> None:
-    """Raise UserError where ranks cannot have parts of the positions between divided layers."""
-    with _naming(f"{division.text} and"):
-        has_experts = "experts" in plan_of(adapter, division.num_ranks).modules.values() or bool(adapter.routers)
-    others = {
-        "torch_compile is true": is_compiled,
-        "peft_config adds adapters, whose first factors read whole rows": adapter.peft is not None,
-        "the model has experts, whose routers read whole rows": has_experts,
-    }
-    for what, is_so in others.items():
-        if is_so:
-            raise UserError(
-                f"sequence_parallel is true and {what}, which do not go together; leave sequence_parallel out"
-            )
-
-
 def verify_division(adapter: TextAdapter, division: Division) -> None:
     """Compare a tiny clone whose layers are divided with one whose layers are whole, once for equal clones.
 
@@ -94,14 +76,14 @@ def verify_division(adapter: TextAdapter, division: Division) -> None:
     with _naming(f"{division.text} and"):
         plan = plan_of(adapter, division.num_ranks)
     is_shared = any(cut.is_shared for cut in plan.cuts.values())
-    of_clone = Division(3 if not plan.is_even else 4 if is_shared else 2, division.divides_rows)
+    of_clone = Division(3 if not plan.is_even else 4 if is_shared else 2)
     what = f"divided {of_clone!r} {attention_of(adapter)} {masks_of(adapter.config)}"
     compared_once(adapter, what, lambda: _difference(adapter, of_clone))
 
 
 def _difference(adapter: TextAdapter, division: Division) -> float:
     """How far the step of a divided clone is from that of the clone. Raises UnsupportedModelError if too far."""
-    family, key = adapter.given_config.model_type, "sequence_parallel" if division.divides_rows else "tensor_parallel"
+    family, key = adapter.given_config.model_type, "tensor_parallel"
     try:
         given, dtype = adapter.blueprint, torch.float64
         model = exact_clone(given.config, dtype, adapter.compared_class, trust_remote_code=given.trust_remote_code)

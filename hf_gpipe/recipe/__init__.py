@@ -22,6 +22,8 @@ from hf_gpipe.recipe.training import TrainingSection as TrainingSection
 
 #: Recipes are passed on, and reading or planning one must not run code that its author names.
 _TRUST = ("model", "trust_remote_code")
+#: Keys of earlier versions: checkpoints in memory, and parts of the positions between divided layers.
+_REMOVED = (("training", "memory_save_steps"), ("pipeline", "sequence_parallel"))
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -54,13 +56,14 @@ def parse_recipe(text: str, overrides: Iterable[str] = (), *, source: str = "rec
 def load_saved(path: str | Path) -> Recipe:
     """Load the recipe that a run saved in its output directory.
 
-    An earlier version may have written keys that the kind of data does not use, or the key of checkpoints in memory,
-    which are no more; they are dropped.
+    An earlier version may have written keys that the kind of data does not use, or keys that are no more; they are
+    dropped.
     """
     data, locations = read_with_bases(path)
     drop_unused(data, kind_of(data))
-    if isinstance(training := data.get("training"), dict):
-        training.pop("memory_save_steps", None)
+    for section, key in _REMOVED:
+        if isinstance(values := data.get(section), dict):
+            values.pop(key, None)
     return _recipe(data, locations, (), runs=False)
 
 

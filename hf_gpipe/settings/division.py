@@ -11,8 +11,8 @@ from pydantic import Field
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.schedule import Placement
-from hf_gpipe.settings.mode import ASYNCHRONOUS, DEALT_STAGES, DIVIDED_HEAD, Keys, Mode
-from hf_gpipe.settings.section import Count, refuse_given
+from hf_gpipe.settings.mode import ASYNCHRONOUS, DEALT_STAGES, DIVIDED_HEAD, Mode
+from hf_gpipe.settings.section import Count
 
 T = TypeVar("T")
 
@@ -26,18 +26,9 @@ class Division(Mode):
     """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
     of its own. Each process in `num_processes` and `placement` then stands for T processes with consecutive ranks."""
 
-    divides_rows: bool = Field(False, alias="sequence_parallel")
-    """With `tensor_parallel`: whether each of the T processes has only 1/T of the positions between the divided layers,
-    so that norms, dropout and residuals take 1/T of the memory. About half as many bytes more are sent."""
-
     if TYPE_CHECKING:
 
-        def __init__(self, num_ranks: int = 1, divides_rows: bool = False) -> None: ...
-
-    def check(self, keys: Keys) -> None:
-        if self.is_whole:
-            why = "tensor_parallel is 1, so nothing has parts of the positions; give tensor_parallel"
-            refuse_given(self, ("sequence_parallel",), why)
+        def __init__(self, num_ranks: int = 1) -> None: ...
 
     @property
     def is_whole(self) -> bool:

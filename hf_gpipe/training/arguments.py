@@ -89,7 +89,6 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
     tensor_parallel: int = _decided("tensor_parallel")
-    sequence_parallel: bool = _decided("sequence_parallel")
     sequence_chunks: int | str = _decided("sequence_chunks")
     chunk_taper: float | str = _decided("chunk_taper")
     offload_weights: str | None = key_of(PipelineConfig, "offload_weights")

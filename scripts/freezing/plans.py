@@ -238,7 +238,6 @@ def _of_modes() -> Iterator[tuple[str, ...]]:
     for size in ("2", "4"):
         yield (lora, f"pipeline.tensor_parallel={size}", "pipeline.num_stages=2", *_AUTO, "--devices", "8", *four[2:])
         yield (pairs, f"pipeline.tensor_parallel={size}", "pipeline.num_stages=2", *_AUTO, "--devices", "8", *four[2:])
-    yield (lora, "pipeline.tensor_parallel=2", "pipeline.sequence_parallel=true", "pipeline.num_stages=2", *four)
     yield (small, "pipeline.tensor_parallel=2", *_MESH, *_AUTO, "--devices", "8", *four[2:])
     for schedule in ("vocab_1f1b", "vocab_gpipe"):
         yield (small, f"pipeline.schedule={schedule}", "pipeline.num_stages=2", "pipeline.replicas=2", *four)

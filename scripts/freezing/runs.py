@@ -162,7 +162,6 @@ RUNS: dict[str, Run] = {
     "vocab host": Run(options=of(3, "vocab_gpipe", "host")),
     # Tensor parallelism.
     "tensor": Run(options=of(2, tensor_parallel=2, num_processes=1), generates=ALL, **TWO),
-    "tensor sequence": Run(options=of(2, tensor_parallel=2, sequence_parallel=True, num_processes=1), **TWO),
     "tensor stages": Run(options=of(2, "zb_h1", "none", tensor_parallel=2, num_processes=2), **FOUR),
     "tensor marian tied": Run("marian", of(2, tensor_parallel=2, num_processes=1), config={"tied": True}, **TWO),
     "tensor lora": Run(options=of(2, tensor_parallel=2, num_processes=1, **LORA), **TWO),

@@ -314,7 +314,6 @@ _MODES: dict[str, dict[str, Any]] = {
     "teacher": {"teacher": True},
     "divided head": {"schedule": "vocab_1f1b"},
     "tensor parallelism": {"tensor_parallel": 2},
-    "sequence parallelism": {"tensor_parallel": 2, "sequence_parallel": True},
     "asynchrony": {"schedule": "pipedream"},
     "replicas": {"replicas": 2},
     "unequal replicas": {"replicas": [2, 1, 1, 1, 1, 2]},

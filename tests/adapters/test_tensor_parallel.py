@@ -61,16 +61,9 @@ UNEVEN = (
 
 
 #: Families, T and sizes: norms and dropout of parts of the positions, which T does not divide.
-IN_PARTS = (
-    *((family, 2, {}) for family in ("qwen3", "gpt2", "phi3", "bloom", "gpt_neox", "bert", "t5", "bart")),
-    ("llama", 3, {"num_key_value_heads": 1}),
-    ("marian", 4, {}),
-)
 
 
-def difference(
-    config: PreTrainedConfig, size: int, given: dict[str, int] | None = None, *, divides_rows: bool = False
-) -> float:
+def difference(config: PreTrainedConfig, size: int, given: dict[str, int] | None = None) -> float:
     """Of a tiny clone of two blocks a stack, with the sizes that are given, divided and whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "NUM_BLOCKS", 2)
@@ -86,7 +79,7 @@ def difference(
         model = exact_clone(config, torch.float64)
     adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(model)))
     (expected,) = divided_steps(model, adapter, Division())
-    steps = divided_steps(model, adapter, Division(size, divides_rows))
+    steps = divided_steps(model, adapter, Division(size))
     return max(step.difference(expected) for step in steps)
 
 
@@ -103,25 +96,6 @@ def test_the_head_is_divided(family: str) -> None:
 @pytest.mark.parametrize(("family", "size", "given"), UNEVEN)
 def test_heads_and_widths_need_not_be_even(family: str, size: int, given: dict[str, int]) -> None:
     assert difference(CONFIG_MAPPING[family](), size, given) < (1e-7 if family == "qwen3_moe" else 1e-10)
-
-
-@pytest.mark.parametrize(("family", "size", "given"), IN_PARTS)
-def test_norms_of_parts_of_the_positions(family: str, size: int, given: dict[str, int]) -> None:
-    assert difference(CONFIG_MAPPING[family](), size, given, divides_rows=True) < 1e-10
-
-
-def test_where_positions_cannot_be_divided_is_an_error() -> None:
-    """The feed-forward of OPT makes one row of all rows."""
-    peft = pytest.importorskip("peft")
-    config = CONFIG_MAPPING["opt"](num_hidden_layers=2)
-    with pytest.raises(UnsupportedModelError, match="opt: sequence_parallel fails on a tiny clone"):
-        check_division(adapter_of(config), Division(2, divides_rows=True))
-    of_lora = adapter_of(LlamaConfig(num_hidden_layers=2))
-    resolve_peft(of_lora, "default", peft.LoraConfig(target_modules=["q_proj"]))
-    moe = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2)
-    for adapter, message in ((of_lora, "peft_config adds adapters"), (adapter_of(moe), "the model has experts")):
-        with pytest.raises(UserError, match=f"^sequence_parallel is true and {message}"):
-            check_division(adapter, Division(2, divides_rows=True))
 
 
 def test_weights_get_their_gradients_while_that_of_the_input_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ def test_two_stages_whose_layers_are_divided(family: str, blocks: bool) -> None:
         {"schedule": "1f1b", "recompute": "block"},
         {"schedule": "zb_h1", "recompute": "stage"},
     ]
-    ways[not blocks]["sequence_parallel"] = True
     compare(4, family, "cuda", [way | own for own in ways], blocks=blocks)
 
 

@@ -98,7 +98,7 @@ def _of_blocks(size: int) -> tuple[ModelCosts, float]:
     """The measurements of this process, of layers that are divided among all processes."""
     group = torch.distributed.group.WORLD
     assert group is not None
-    ranks = ProcessRanks(Division(size, divides_rows=True), torch.distributed.get_rank(), group, CPU)
+    ranks = ProcessRanks(Division(size), torch.distributed.get_rank(), group, CPU)
     adapter, workload = adapter_for(CONFIG), Workload(2, 12, 12)
     costs = measure.profile_layers(adapter, workload, CPU, repeats=2, ranks=ranks)
     return costs, block_seconds(adapter, workload, CPU, ranks=ranks)

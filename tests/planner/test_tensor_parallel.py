@@ -23,12 +23,12 @@ from tests.versions import OF_POSITIONS
 WIDTH, ROWS, TOKENS, VOCABULARY = 64, 3, 16, 101
 
 
-def costs(size: int, divides_rows: bool = False) -> ModelCosts:
+def costs(size: int) -> ModelCosts:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
     adapter = adapter_for(config, torch.float32, "sdpa")
-    tracer = LayerTracer(adapter, as_on_gpu=True, division=Division(size, divides_rows))
+    tracer = LayerTracer(adapter, as_on_gpu=True, division=Division(size))
     return tracer.costs(Workload(ROWS, TOKENS, TOKENS, has_padding=False))
 
 
@@ -82,17 +82,6 @@ def test_the_sums_of_a_backward_run_beside_the_products_of_weights() -> None:
 
     assert hidden_seconds(1e15) == pytest.approx(sums.seconds(Level(2, 1e15, 0.0)), rel=1e-3), "all of them"
     assert 0 < hidden_seconds(1e3) == pytest.approx(hidden_seconds(1e2), rel=1e-6), "as long as the products take"
-
-
-def test_with_parts_of_the_positions_a_rank_keeps_its_share_of_everything() -> None:
-    """And sends half as much again: a gathering or a sum to parts is half of a sum, a block has five forward and seven
-    backward, two of which gather again what was not kept."""
-    one, whole, parts = (costs(*of).layers[1] for of in ((1,), (2,), (2, True)))
-    assert whole.plain.saved_bytes > 0.65 * one.plain.saved_bytes
-    assert parts.plain.saved_bytes < 0.54 * one.plain.saved_bytes
-    hidden, norms = ROWS * TOKENS * WIDTH * 4, 2 * WIDTH * 4
-    assert parts.forward.sums == SumsOverRanks(5, 5 * hidden // 2, 2)
-    assert parts.backward.sums == SumsOverRanks(7 + 2, 7 * hidden // 2 + norms, 2)
 
 
 def test_workers_share_the_links_between_machines() -> None:

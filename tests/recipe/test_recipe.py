@@ -284,6 +284,10 @@ def test_the_recipe_that_an_earlier_version_wrote_is_read(tmp_path: Path) -> Non
     assert load_saved(path) == parse_recipe(JSONL)
     with pytest.raises(RecipeError, match="max_number"):
         load_recipe(path)
+    path.write_text(f"{JSONL}pipeline:\n  tensor_parallel: 2\n  sequence_parallel: true\n")
+    assert load_saved(path).pipeline.division.num_ranks == 2
+    with pytest.raises(RecipeError, match=r"pipeline\.sequence_parallel is not a key of a recipe"):
+        load_recipe(path)
     path.write_text(JSONL.replace("training:", "training:\n  memory_save_steps: null"))
     assert load_saved(path) == parse_recipe(JSONL)
     with pytest.raises(RecipeError, match=r"memory_save_steps is not a key of a recipe; did .* 'training\.save_steps'"):

@@ -53,7 +53,6 @@ OF_THE_TRAINER = frozenset(
 WITH_REPLICAS = {"replicas": 2, "zero": 1}
 VISITING = {"offload_weights": "all"}
 DIVIDED = {"tensor_parallel": 2}
-IN_PARTS = DIVIDED | {"sequence_parallel": True}
 #: Argument -> options of a Pipeline, a value that is another one, and a value that is the same.
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "num_stages": ({}, 3, 2),
@@ -65,7 +64,6 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "replicas": (WITH_REPLICAS, 1, 2),
     "zero": (WITH_REPLICAS, 0, 1),
     "tensor_parallel": (DIVIDED, 1, 2),
-    "sequence_parallel": (IN_PARTS, False, True),
     "sequence_chunks": ({"sequence_chunks": 3, "schedule": "1f1b"}, 2, 3),
     "chunk_taper": ({"sequence_chunks": 3, "chunk_taper": 0.5, "schedule": "1f1b"}, 0.0, 0.5),
     "offload_weights": (VISITING, "frozen", "all"),
@@ -90,7 +88,6 @@ def pipeline(**options: Any) -> Pipeline:
         WITH_REPLICAS,
         VISITING,
         DIVIDED,
-        IN_PARTS,
     ):  # a Pipeline of several processes, or many stages, is not needed
         pipe = pipeline()
         pipe.given = PipelineConfig(2, 4, "gpipe", "stage", **options)

@@ -112,7 +112,7 @@ def test_replicas_have_the_same_float32_weights(tmp_path: Path) -> None:
 def of_mesh(
     folder: str, num_stages: int, replicas: Replicas, size: int = 1, stop_at: int = NUM_STEPS
 ) -> tuple[list[float], list[Any]]:
-    options: dict[str, Any] = {"tensor_parallel": size, "sequence_parallel": num_stages > 1} if size > 1 else {}
+    options: dict[str, Any] = {"tensor_parallel": size} if size > 1 else {}
     losses = losses_of(folder, num_stages, replicas, stop_at, **options)
     return losses, predictions_of(folder, num_stages, replicas, **options)
 

@@ -178,9 +178,8 @@ class _Multiply(torch.autograd.Function):
         is_transposed: bool,
     ) -> torch.Tensor:
         matrix = parameter if matrix is None else matrix
-        saved, whole = gradients.saved(given)
-        ctx.save_for_backward(saved, matrix)
-        ctx.of = parameter, gradients, index, is_transposed, whole
+        ctx.save_for_backward(given, matrix)
+        ctx.of = parameter, gradients, index, is_transposed
         if not is_transposed:
             output = F.linear(given, matrix, bias)
         elif bias is None:
@@ -192,9 +191,8 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, matrix = ctx.saved_tensors
-        parameter, gradients, index, is_transposed, whole = ctx.of
-        given = whole(saved)
+        given, matrix = ctx.saved_tensors
+        parameter, gradients, index, is_transposed = ctx.of
         rows = _rows(outer)
         of_given = of_bias = None
         if ctx.needs_input_grad[0]:

@@ -8,18 +8,14 @@ tensor of the weight's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from hf_gpipe.libraries.torch import WeakIdKeyDictionary, accumulation_hooks, gradient_hooks, grouped_mm, storage_id
-
-Whole: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""The kept part of a layer's input -> its input."""
+from hf_gpipe.libraries.torch import accumulation_hooks, gradient_hooks, grouped_mm, storage_id
 
 
 @dataclass(slots=True, eq=False)
@@ -108,10 +104,6 @@ class WeightGradients:
         """Drop the converted values: the parameters may change."""
         self._converted.clear()
 
-    def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
-        """The part of a layer's input to keep for backward, and the function that makes the input from it again."""
-        return given, _same
-
     @contextmanager
     def keeping(self) -> Iterator[list[Product]]:
         """Context manager for a backward: its products are kept in the list, in the order of that backward."""
@@ -149,24 +141,6 @@ class DuringSums(WeightGradients):
     def __init__(self, gradients: WeightGradients) -> None:
         super().__init__()
         self._gradients, self._waiting = gradients, list[Product]()
-        self._saved = WeakIdKeyDictionary()
-        #: The inputs that backward has gathered again, until a sum has begun.
-        self._gathered: dict[object, torch.Tensor] = {}
-
-    def save(self, whole: torch.Tensor, part: torch.Tensor, gather: Whole) -> None:
-        """Let layers whose input this is keep a part of it alone; backward gathers the whole again, once for all."""
-        key = object()
-
-        def gathered(part: torch.Tensor) -> torch.Tensor:
-            if key not in self._gathered:
-                self._gathered[key] = gather(part)
-            return self._gathered[key]
-
-        self._saved[whole] = part.detach(), gathered
-
-    def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
-        kept: tuple[torch.Tensor, Whole] = self._saved.get(given, (given, _same))
-        return kept
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         return self._gradients.converted(parameter, dtype)
@@ -183,11 +157,6 @@ class DuringSums(WeightGradients):
         waiting, self._waiting = self._waiting, []
         for product in waiting:
             self._gradients.put(product)
-        self._gathered.clear()
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def kept_bytes(products: Sequence[Product]) -> int:

@@ -39,10 +39,6 @@ class EmulatedRanks(Ranks):
         total = self.total(tensor)
         return lambda: total
 
-    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
-        part = self.total(tensor).split(list(lengths), dim)[self.place].contiguous()
-        return lambda: part
-
     def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         return torch.cat(self._sent_by_all(part), dim)
 

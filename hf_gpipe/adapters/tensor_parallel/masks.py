@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_gpipe.adapters.tensor_parallel.region import Region
-from hf_gpipe.adapters.tensor_parallel.rows import DIM
 from hf_gpipe.errors import UserError
 
 
@@ -30,21 +29,16 @@ class WholeMasks(TorchFunctionMode):
                 "the dropout of attention probabilities is drawn inside of sdpa, where its mask cannot be divided; use "
                 "attn_implementation eager, set that dropout to 0"
             )
-        if func is not F.dropout or not (self._region.is_inside or self._region.rows):
+        if func is not F.dropout or not self._region.is_inside:
             return func(*args, **kwargs)
         return self._dropout(*args, **kwargs)
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
-        """`F.dropout` of a tensor (B, heads, T, S) with a part of the heads, or (..., features) with a part of them;
-        outside of (B, T, D) with a part of the positions."""
+        """`F.dropout` of a tensor (B, heads, T, S) with a part of the heads, or (..., features) with a part of them."""
         if not (training and p):
             return input
-        rows = self._region.rows
-        if rows is not None and not self._region.is_inside:
-            shape = [*input.shape[:DIM], rows.length, *input.shape[DIM + 1 :]]
-            return input * rows.own(F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p))
         place, units = self._region.ranks.place, self._region.units
         dim = 1 if input.dim() == 4 else -1
         shape, width = list(input.shape), input.shape[dim] // units[place]

@@ -46,10 +46,6 @@ class Ranks(ABC):
         """Begin `total`, whose result the function that is returned waits for. On CUDA the host does not wait."""
 
     @abstractmethod
-    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """Begin a sum as `begin_total` does, of which each rank gets a part: `lengths` are their sizes along `dim`."""
-
-    @abstractmethod
     def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         """Return the parts of all ranks, of these lengths along `dim`, one after the other."""
 
@@ -76,22 +72,6 @@ class ProcessRanks(Ranks):
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._begun(tensor, dist.ReduceOp.MAX)()
-
-    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
-        longest, leading = max(lengths), tensor.detach().movedim(dim, 0)
-        padded = torch.zeros(self.size * longest, *leading.shape[1:], dtype=tensor.dtype, device=self.device)
-        for place, own in enumerate(leading.split(list(lengths))):
-            padded[place * longest : place * longest + len(own)] = own
-        result = torch.empty_like(padded[:longest])
-        sent = list(padded.split(longest))
-        work = dist.reduce_scatter(result, sent, group=self.group, async_op=True)
-
-        def end() -> torch.Tensor:
-            work.wait()
-            sent.clear()  # till then its memory is read
-            return result[: lengths[self.place]].movedim(0, dim).contiguous().to(tensor.device)
-
-        return end
 
     def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         longest, leading = max(lengths), part.detach().movedim(dim, 0)

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from hf_gpipe.adapters.modules.weight_gradients import DuringSums
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, ending, enter, exchange, leave
-from hf_gpipe.adapters.tensor_parallel.rows import DIM, Rows
-from hf_gpipe.libraries.torch import WeakIdKeyDictionary, version_of
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+from hf_gpipe.libraries.torch import WeakIdKeyDictionary
 
 
 class Region:
@@ -25,16 +24,12 @@ class Region:
         units: the number of heads or columns of these tensors on each rank.
         during_sums: products of column layers that are added up while the gradient of their input is summed; None:
             autograd computes them.
-        rows: how positions are divided outside; None: they are not.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.units: tuple[int, ...] = (1,) * ranks.size
         self.during_sums: DuringSums | None = None
-        self.rows: Rows | None = None
-        #: Whole hidden states that a block joined, with this rank's part of them and their version then.
-        self._joined = WeakIdKeyDictionary()
         self.reset()
 
     @torch.compiler.disable
@@ -54,46 +49,15 @@ class Region:
         entered: torch.Tensor = self._entered[tensor]
         return entered
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of hidden states that column layers will read. It has entered already."""
-        if self.rows is None:
-            return tensor
-        # Each rank computes something else from it, so backward sums its gradient.
-        whole = exchange(tensor, self.rows.gathered, ending(self.rows.begin_total, self._meanwhile))
-        self._entered[whole] = whole
-        if self.during_sums is not None:
-            self.during_sums.save(whole, tensor, self.rows.gathered)
-        return whole
-
-    @contextmanager
-    def dividing(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Context manager of a block with this rank's part of hidden states (B, T, D)."""
-        rows = self.rows = Rows(hidden.shape[DIM], self.ranks)
-        part, version = self._joined.get(hidden, (None, 0))
-        try:
-            is_known = part is not None and version_of(hidden) == version
-            yield part if is_known else exchange(hidden, rows.own, rows.gathered)
-        finally:
-            self.rows = None
-
-    def join(self, part: torch.Tensor) -> torch.Tensor:
-        """Whole hidden states, at the end of a block; the next one finds the part again."""
-        assert self.rows is not None
-        whole = exchange(part, self.rows.gathered, self.rows.own)
-        self._joined[whole] = part, version_of(whole)
-        return whole
-
     def _meanwhile(self) -> None:
         if self.during_sums is not None:
             self.during_sums.pass_on()
 
     @torch.compiler.disable
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of what the row layers of all ranks make, or this rank's part of its positions."""
+        """The sum of what the row layers of all ranks make."""
         self.reset()
-        if (rows := self.rows) is None:
-            return leave(tensor, self.ranks)
-        return exchange(tensor, lambda own: rows.begin_total(own)(), rows.gathered)
+        return leave(tensor, self.ranks)
 
     @contextmanager
     def being(self, units: tuple[int, ...] | None) -> Iterator[None]:

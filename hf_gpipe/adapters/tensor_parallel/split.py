@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.guards import check_hooks
-from hf_gpipe.adapters.modules.intercept import extend_class, hidden_of, with_hidden
+from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.modules.weight_gradients import DuringSums, WeightGradients
@@ -110,7 +110,6 @@ class Division:
         parts: dict[nn.Parameter, Any] = {}
         #: Tied parameters have several names, and one sum.
         summed: set[nn.Parameter] = set()
-        in_blocks = tuple(f"{block}." for block in blocks)
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
             if parameter not in parts:
@@ -120,9 +119,7 @@ class Division:
                     part = parameter.detach().clone()
                 # Parts of quantised weights have a class of parameters of their own.
                 parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
-            # A rank has the gradient of its own positions only, for parameters of a block that are whole.
-            is_of_rows = self.ranks.division.divides_rows and own not in self.plan.cuts and name.startswith(in_blocks)
-            if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]) and parameter not in summed:
+            if own in self.plan.shared and not is_4bit(parts[parameter]) and parameter not in summed:
                 summed.add(parameter)
                 self._sum_gradient(own, parts[parameter])
             parent, _, leaf = name.rpartition(".")
@@ -135,11 +132,6 @@ class Division:
         with_weights = {name: module for name, module in named if any(True for _ in module.parameters())}
         for name, module in with_weights.items():
             self._extend(name, module, blocks)
-        if self.ranks.division.divides_rows:
-            columns = [name for name, part in self.plan.modules.items() if part == "column"]
-            for parent in {name.rpartition(".")[0] for name in columns} - blocks:
-                if parent in with_weights:
-                    _extended(with_weights[parent], _Entrance, self._region)
 
     def overlap(self, model: nn.Module, gradients: WeightGradients) -> None:
         """Let the column layers of a model compute their weights' gradients while their input's gradient is summed.
@@ -178,7 +170,7 @@ class Division:
                 # A hook: those before it, such as of a loss that reads hidden states, see them outside.
                 module.register_forward_pre_hook(lambda _, args: enter(args[0], self.ranks))
             else:
-                module.units, module.is_entrance = plan.units.get(name), name.rpartition(".")[0] in blocks
+                module.units = plan.units.get(name)
                 _extended(module, _Column if part == "column" else _Row, self._region)
         elif part == "table":
             module.first = plan.cuts[plan.weights[name]].parts[place][0][0]
@@ -247,22 +239,9 @@ class _Column(_Divided):
     """A linear layer with a part of the outputs."""
 
     units: tuple[int, ...] | None
-    #: Whether it stands in the block itself, as the first of BART's feed-forward, and in no module of its own.
-    is_entrance: bool
 
     def __call__(self, input: torch.Tensor) -> Any:
-        if self.is_entrance:
-            input = self._region.gather(input)
         return super().__call__(self._region.enter(input, self.units))  # type: ignore[misc]
-
-
-class _Entrance(_Divided):
-    """An attention, or another module with column layers: it reads whole hidden states, as their code asks for shapes
-    there."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_hidden(self._region.gather(hidden_of(args, kwargs)), args, kwargs)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Row(_Divided):
@@ -349,17 +328,8 @@ class _Block(_Divided):
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        region, run = self._region, super().forward  # type: ignore[misc]
-        region.reset()
-        # The gradients of norms are summed whenever there are any.
-        if not (region.ranks.division.divides_rows and (self.training or torch.is_grad_enabled())):
-            return run(*args, **kwargs)
-        with region.dividing(hidden_of(args, kwargs)) as part:
-            args, kwargs = with_hidden(part, args, kwargs)
-            output = run(*args, **kwargs)
-            if isinstance(output, tuple):
-                return region.join(output[0]), *output[1:]
-            return region.join(output)
+        self._region.reset()
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class _BlockWithDropout(_Block):

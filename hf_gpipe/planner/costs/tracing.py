@@ -117,11 +117,6 @@ class TracedRanks(Ranks):
     def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return self._begun(self.total(tensor), tensor.nbytes)
 
-    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
-        part = tensor.detach().narrow(dim, 0, lengths[0]).clone()
-        self._count_half(tensor)
-        return self._begun(part, tensor.nbytes // 2)
-
     def _begun(self, result: torch.Tensor, num_bytes: int) -> Callable[[], torch.Tensor]:
         phase, before = self.phase, 0 if self.phase is None else self.phase.flops
 
@@ -140,7 +135,7 @@ class TracedRanks(Ranks):
         return whole
 
     def _count_half(self, whole: torch.Tensor) -> None:
-        """Count a sum to parts, or a gathering, which sends half of what a sum does. Its latency counts whole."""
+        """Count a gathering, which sends half of what a sum does. Its latency counts whole."""
         self._sums = self._sums.and_one(whole.nbytes // 2)
 
     def take(self) -> SumsOverRanks:
