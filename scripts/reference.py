@@ -1,5 +1,5 @@
 """Writes the lists in the pages of docs/reference from the code: commands, recipe keys, training arguments, Trainer's
-methods and attributes, and the planner's devices.
+methods and attributes, the modes of a pipeline, and the planner's devices.
 
 python scripts/reference.py            the lists are written
 python scripts/reference.py --check    exit code 1 where a page says something else, with its name
@@ -23,7 +23,9 @@ from hf_gpipe.commands.train import USAGE
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.recipe.help import default_text, kinds_text, recipe_help
+from hf_gpipe.settings.mode import COMPARED_ROWS, TEACHER
 from hf_gpipe.settings.optimizers import OPTIMIZERS
+from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.settings.section import keys_of
 from hf_gpipe.settings.words import describe
 from hf_gpipe.trainers.sft_config import PipelineSFTConfig
@@ -123,6 +125,37 @@ def links() -> str:
     return "\n".join(["| link | GB/s in one direction | latency in µs |\n|---|--:|--:|", *rows])
 
 
+def _modes() -> dict[str, tuple[str, dict[str, str]]]:
+    """The setting of each mode, and what it excludes, by its field; and what modes exclude that is none."""
+    of_fields = {name: (mode.setting(), mode.excludes) for name, mode in PipelineConfig().modes.items()}
+    return {**of_fields, TEACHER: ("a teacher", {}), COMPARED_ROWS: ("a loss that compares rows", {})}
+
+
+def modes() -> str:
+    """The pairs of modes that do not go together."""
+    every = _modes()
+    lines = ["| | " + " | ".join(map(str, range(1, len(every) + 1))) + " |", "|---|" + ":-:|" * len(every)]
+    for number, (one, (setting, excludes)) in enumerate(every.items(), 1):
+        cells = ["x" if other in excludes or one in every[other][1] else "" for other in every]
+        lines.append(f"| {number} {_named(setting)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def reasons() -> str:
+    """Why modes do not go together, where a reason is given."""
+    every = _modes()
+    lines = []
+    for setting, excludes in every.values():
+        for other, why in excludes.items():
+            if why.startswith(":"):
+                lines.append(f"* `{setting}` and {_named(every[other][0])}{why}.")
+    return "\n".join(lines)
+
+
+def _named(setting: str) -> str:
+    return setting if " " in setting and ":" not in setting else f"`{setting}`"
+
+
 def command_help(text: str) -> str:
     return f"```text\n{text.strip()}\n```"
 
@@ -132,6 +165,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "arguments.md": {"own": own_arguments, "library": library_arguments, "fine-tuning": fine_tuning},
     "trainer.md": {"methods": methods},
     "recipes.md": {"keys": recipe_keys},
+    "modes.md": {"modes": modes, "reasons": reasons},
     "devices.md": {"devices": devices, "links": links},
     "commands.md": {
         "train": lambda: command_help(USAGE.format(recipe=recipe_help())),

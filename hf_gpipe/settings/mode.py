@@ -58,6 +58,11 @@ class Mode(Settings):
     #: The schedules that turn it on.
     schedules: ClassVar[tuple[str, ...]] = ()
 
+    @classmethod
+    def setting(cls) -> str:
+        """The words that turn it on, for a page: its first key, or schedules."""
+        return next(iter(keys_of(cls)), f"schedule: {', '.join(cls.schedules)}")
+
     def is_on(self, keys: Keys) -> bool:
         """Whether a configuration of these keys uses it, or may do so."""
         own = [key.value_in(self) != key.default for key in keys_of(type(self)).values()]

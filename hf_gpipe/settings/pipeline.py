@@ -138,7 +138,8 @@ class PipelineConfig(MeshConfig):
         keys = self.values()
         for field, mode in self.modes.items():
             mode.check(keys)
-            if mode.is_on(keys):
+            # What the planner chooses goes with the others.
+            if mode.is_on(keys) and AUTO not in mode.__dict__.values():
                 self.check_beside(field)
         return self
 
@@ -193,7 +194,8 @@ class PipelineConfig(MeshConfig):
         for mode in modes or self.excluding(other):
             why, key = mode.excludes[other], next(iter(keys_of(type(mode))), "")
             if why and not why.startswith(":"):
-                raise UserError(why.format(**self.values(), **words))
+                values = {name: list(v) if isinstance(v, tuple) else v for name, v in self.values().items()}
+                raise UserError(why.format(**values, **words))
             beside, way = f"schedule is {self.schedule}", ", or use another schedule, such as 1f1b"
             if other == TEACHER:
                 beside, way = "there is a teacher", ""

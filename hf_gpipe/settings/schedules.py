@@ -11,6 +11,9 @@ from hf_gpipe.settings.mode import ASYNCHRONOUS, AUTO, COMPARED_ROWS, DIVIDED_HE
 from hf_gpipe.settings.section import Text, refuse_given
 
 
+_TEACHER = "there is a teacher and schedule is {schedule}, which do not go together; use 1f1b"
+
+
 class SharedUpdates(Mode):
     """The updates of a stage, shared among its replicas (ZeRO-1)."""
 
@@ -31,6 +34,8 @@ class SharedUpdates(Mode):
 class DividedHead(Mode):
     """A head that is divided by the vocabulary over all stages."""
 
+    excludes: ClassVar[dict[str, str]] = {TEACHER: _TEACHER}
+
     schedules = DIVIDED_HEAD_SCHEDULES
 
 
@@ -38,7 +43,7 @@ class Asynchronous(Mode):
     """Stages that update by themselves, so that steps run in windows."""
 
     excludes: ClassVar[dict[str, str]] = {
-        TEACHER: "there is a teacher and schedule is {schedule}, which do not go together; use 1f1b",
+        TEACHER: _TEACHER,
         COMPARED_ROWS: "schedule {schedule!r}: the loss, a {loss}, compares the rows of a mini-batch in two passes, "
         "between which no stage may update; use a synchronous schedule, such as 1f1b",
     }
@@ -57,16 +62,17 @@ class Asynchronous(Mode):
 class HostGraphs(Mode):
     """Activations that wait in CPU memory between forward and backward."""
 
+    excludes: ClassVar[dict[str, str]] = {
+        "visits": "recompute is {recompute} and offload_weights {offload_weights}: graphs on the host keep weights on "
+        "the device; let recompute be stage, or leave offload_weights out."
+    }
+
+    @classmethod
+    def setting(cls) -> str:
+        return "recompute: host"
+
     def is_on(self, keys: Keys) -> bool:
         return "host" in (keys["recompute"] or ())
-
-    def check(self, keys: Keys) -> None:
-        if self.is_on(keys) and (visitors := keys["offload_weights"]) not in (None, AUTO):
-            given = keys["recompute"] if isinstance(keys["recompute"], str) else list(keys["recompute"] or ())
-            raise UserError(
-                f"recompute is {given} and offload_weights {visitors}: graphs on the host keep weights on the device; "
-                "let recompute be stage, or leave offload_weights out."
-            )
 
 
 class NarrowBoundary(Mode):
