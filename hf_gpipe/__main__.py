@@ -1,4 +1,4 @@
-"""hf-gpipe, or python -m hf_gpipe: the commands by their names."""
+"""hf-gpipe: the commands by their names."""
 
 from __future__ import annotations
 

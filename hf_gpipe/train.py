@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.train recipe.yaml: the command `train` as a module, which torchrun and other launchers start."""
+"""The command `hf-gpipe train` as a module, which torchrun and other launchers start."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How long `python -m hf_gpipe plan` takes for models of 6 and 84 billion parameters, and how much memory.
+"""How long `hf-gpipe plan` takes for models of 6 and 84 billion parameters, and how much memory.
 
     python scripts/bench_plan.py [--reps 3]
 

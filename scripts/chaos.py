@@ -3,7 +3,7 @@
     python scripts/chaos.py [--quick] [--only WORD] [--output FOLDER]
     python scripts/chaos.py --minutes N [--seed S] [--case C] [--only WORD] [--output FOLDER]
 
-Each fault is injected into a run of `python -m hf_gpipe.train` over three processes, by wrapping one function of the
+Each fault is injected into a run of `hf-gpipe train` over three processes, by wrapping one function of the
 product in one of them. Then: every process is gone in time; the exit code and the one message are right and name the
 place; the newest checkpoint loads in transformers; the run, started again, ends with the weights of one that was never
 disturbed. The processes are forked from this one, which has imported everything, and so start in no time.

@@ -1,6 +1,6 @@
 """The first losses of the quickstart, with dropout, for several meshes of processes.
 
-Each run is `python -m hf_gpipe.train recipes/quickstart.yaml` with the overrides below: dropout, less data, a loss
+Each run is `hf-gpipe train recipes/quickstart.yaml` with the overrides below: dropout, less data, a loss
 logged after every step. The table has each run's losses, and the largest difference from one process alone. Exit code:
 0 where none is larger than --within, 1 otherwise.
 

@@ -2,7 +2,7 @@
 
     python scripts/paper_plans.py [RECIPE ...]        about 15 minutes
 
-For every recipe of the paper's sizes and every group of devices it runs `python -m hf_gpipe plan --search`, which
+For every recipe of the paper's sizes and every group of devices it runs `hf-gpipe plan --search`, which
 chooses stages, replicas, M, schedule, recomputation and split. Nothing is trained. "tokens a day" are target tokens, if
 every row is as long as the recipe allows.
 """

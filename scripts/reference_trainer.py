@@ -2,7 +2,7 @@
 
     python scripts/reference_trainer.py outputs/scaling/l10n-base/seed-1 [--steps 600] [--tolerance 0.01]
 
-The folder is that of a finished or interrupted run of `python -m hf_gpipe.train`, or of scripts/scaling.py, on pairs.
+The folder is that of a finished or interrupted run of `hf-gpipe train`, or of scripts/scaling.py, on pairs.
 `Seq2SeqTrainer` gets the same first weights, the same mini-batches in the same order, and the same learning rates, the
 final decay's too. At each evaluation of the run the plain model's validation loss per character is printed beside it.
 The two round differently, and while a model learns fastest that can set one of them back by some updates.

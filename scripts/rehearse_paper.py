@@ -2,7 +2,7 @@
 
     python scripts/rehearse_paper.py [--steps 50] [--output FOLDER] [RECIPE ...] [key=value ...]
 
-Each recipe runs by `python -m hf_gpipe.train` as it stands: its layers and its stages, a stream of a data set of the
+Each recipe runs by `hf-gpipe train` as it stands: its layers and its stages, a stream of a data set of the
 Hub's form, temperature, bfloat16, recomputation, its optimizer, accumulation, initialisation and clipped logits. What
 is smaller: the width, the mini-batches and the vocabulary; the texts are phrases of the Unicode CLDR. After that plain
 transformers loads the model. So an error that would come after a download of 55 million pairs comes here.

@@ -1,6 +1,6 @@
 """Commands and programs in processes that are forked from one that has imported everything: they start in no time.
 
-`python -m hf_gpipe.train` itself, as a user starts it, is run by tests/test_train.py and tests/test_malformed.py, and
+`hf-gpipe train` itself, as a user starts it, is run by tests/test_train.py and tests/test_malformed.py, and
 a script whose exceptions the interpreter tells by tests/job/test_start.py.
 """
 
@@ -33,7 +33,7 @@ from tests.conftest import leave_out
 
 
 def start(folder: Path, *words: str, num_processes: int = 2) -> BaseProcess:
-    """Start `python -m hf_gpipe.train`; its output goes to `folder`/run.out and run.err.
+    """Start `hf-gpipe train`; its output goes to `folder`/run.out and run.err.
 
     Args:
         folder: an existing one.

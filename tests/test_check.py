@@ -1,4 +1,4 @@
-"""`python -m hf_gpipe check`: the verdict, the exit code, and that a pipeline makes the same comparison by itself."""
+"""`hf-gpipe check`: the verdict, the exit code, and that a pipeline makes the same comparison by itself."""
 
 from __future__ import annotations
 

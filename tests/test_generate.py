@@ -1,4 +1,4 @@
-"""`python -m hf_gpipe generate`: what plain transformers generates, for texts, chats and adapters."""
+"""`hf-gpipe generate`: what plain transformers generates, for texts, chats and adapters."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_the_plan_is_in_the_file_and_its_ranks_in_the_command(recipe: Path, caps
         (["slurm", "RECIPE", "pipeline.replicas=auto", "--nodes", "2"], "add --nproc-per-node P"),
         (["kubernetes", "RECIPE", "--nodes", "3", "--no-plan"], "--image is not given"),
         (["skypilot", "RECIPE", "--nodes", "3", "--no-plan", "pipeline.device=auto"], "--device is not given"),
-        (["slurm", "RECIPE"], "--nodes; python -m hf_gpipe launch --help"),
+        (["slurm", "RECIPE"], "--nodes; hf-gpipe launch --help"),
         (["torchrun", "RECIPE", 'training.output_dir="a\\ntouch b"', "--nodes", "1", "--no-plan"], "has a line break"),
         (["slurm", "RECIPE", "model.config.x='a\ntouch b'", "--nodes", "1", "--no-plan"], "has a line break"),
     ],

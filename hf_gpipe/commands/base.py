@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, name: str | None = None) -> None:
         """`name` is that of a command of the package; None: the program is a script."""
-        prog, formatter = f"python -m hf_gpipe {name}" if name else None, argparse.RawDescriptionHelpFormatter
+        prog, formatter = f"hf-gpipe {name}" if name else None, argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe check recipe.yaml | model: check on a tiny clone whether a model is exact in stages."""
+"""hf-gpipe check recipe.yaml | model: check on a tiny clone whether a model is exact in stages."""
 
 from __future__ import annotations
 

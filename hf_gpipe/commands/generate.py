@@ -1,4 +1,4 @@
-"""python -m hf_gpipe generate MODEL [TEXT]: try a checkpoint: generate for a text, a chat turn or lines of stdin."""
+"""hf-gpipe generate MODEL [TEXT]: try a checkpoint: generate for a text, a chat turn or lines of stdin."""
 
 from __future__ import annotations
 

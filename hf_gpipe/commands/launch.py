@@ -1,4 +1,4 @@
-"""python -m hf_gpipe launch ENGINE recipe.yaml --nodes N: prints the file that starts a run on several machines."""
+"""hf-gpipe launch ENGINE recipe.yaml --nodes N: prints the file that starts a run on several machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Prints a file that starts the training of a recipe on several machines, and submits nothing. The file stops the training
 in time to save (training.stop_seconds), starts it again, and has the planner's estimate as comments.
 
-  python -m hf_gpipe launch slurm recipe.yaml --nodes 2 --nproc-per-node 4 > job.sh
+  hf-gpipe launch slurm recipe.yaml --nodes 2 --nproc-per-node 4 > job.sh
 
 docs/clusters.md says what to do with the file.
 """
@@ -46,7 +46,7 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
     _check_lines([*args, recipe.training.output_dir])
     per_node = _per_node(recipe, options.nodes, options.nproc_per_node)
     arguments = [options.recipe, *options.overrides]
-    comments = [f"Printed by: python -m hf_gpipe launch {shlex.join(args)}", ""]
+    comments = [f"Printed by: hf-gpipe launch {shlex.join(args)}", ""]
     if options.no_plan:
         comments.append("Nothing is planned (--no-plan).")
     else:

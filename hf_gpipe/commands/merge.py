@@ -1,4 +1,4 @@
-"""python -m hf_gpipe merge ADAPTERS --output DIR: peft adapters and their model become one model in Hub format."""
+"""hf-gpipe merge ADAPTERS --output DIR: peft adapters and their model become one model in Hub format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe plan recipe.yaml [key=value ...]: will it fit, and how fast? Without a GPU and without weights."""
+"""hf-gpipe plan recipe.yaml [key=value ...]: will it fit, and how fast? Without a GPU and without weights."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Says whether the training of a recipe fits the devices, and how long a step take
 stage, the bubble, and, if it does not fit, the smallest change that makes it fit. It needs no GPU, no weights and no
 data: every row counts as long as data.max_source_tokens and data.max_target_tokens, or data.max_length, allow.
 
-  python -m hf_gpipe plan recipes/causal/lora.yaml --device rtx3090                  on the devices of the recipe
-  python -m hf_gpipe plan recipe.yaml --devices 8 --device rtx4090 --search          the fastest way to use 8 cards
-  python -m hf_gpipe plan recipe.yaml --devices 4x8@25Gbit/s+50us,150GB/s+5us        4 machines of 8 devices
+  hf-gpipe plan recipes/causal/lora.yaml --device rtx3090                  on the devices of the recipe
+  hf-gpipe plan recipe.yaml --devices 8 --device rtx4090 --search          the fastest way to use 8 cards
+  hf-gpipe plan recipe.yaml --devices 4x8@25Gbit/s+50us,150GB/s+5us        4 machines of 8 devices
 
 Exit code: 0 it fits, 1 it does not fit, 2 an error that you can correct. If the partition is by cost and no split fits,
 the exit code is 2.

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.train recipe.yaml [key=value ...]: trains, evaluates and saves; resumes when started again."""
+"""hf-gpipe train recipe.yaml [key=value ...]: trains, evaluates and saves; resumes when started again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MOST_PROCESSES = 1024
 _FEW_PROCESSES = 8
 
 USAGE = """\
-usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
-       python -m hf_gpipe.train --help [section]
+usage: hf-gpipe train recipe.yaml [key=value ...]
+       hf-gpipe train --help [section]
 
 Trains the model of a recipe in stages, evaluates it, and saves a checkpoint that plain transformers loads.
 
@@ -43,15 +43,15 @@ second signal it exits at once.
 {recipe}
 
 examples:
-  python -m hf_gpipe.train recipes/quickstart.yaml
-  python -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
-  python -m hf_gpipe.train recipes/causal/lora.yaml data.path=chats.jsonl model.path=Qwen/Qwen2.5-7B-Instruct
-  python -m hf_gpipe.train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
+  hf-gpipe train recipes/quickstart.yaml
+  hf-gpipe train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
+  hf-gpipe train recipes/causal/lora.yaml data.path=chats.jsonl model.path=Qwen/Qwen2.5-7B-Instruct
+  hf-gpipe train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
   torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
 
 docs/recipes.md explains recipes and lists those that are shipped, docs/data.md the kinds of data, docs/clusters.md
-several machines. `python -m hf_gpipe plan` says what a recipe needs, `python -m hf_gpipe check` whether its model is
-exact in stages, and `python -m hf_gpipe launch` prints the file that starts it on several machines.
+several machines. `hf-gpipe plan` says what a recipe needs, `hf-gpipe check` whether its model is exact in stages, and
+`hf-gpipe launch` prints the file that starts it on several machines.
 """
 
 

@@ -1,4 +1,4 @@
-"""The job of `python -m hf_gpipe.train`, run by every process of the pipeline: train, evaluate, save, summarise."""
+"""The job of `hf-gpipe train`, run by every process of the pipeline: train, evaluate, save, summarise."""
 
 from __future__ import annotations
 

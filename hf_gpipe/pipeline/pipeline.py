@@ -61,7 +61,7 @@ class Pipeline:
     `pipe = Pipeline("path/or/hub-id", num_stages=4, num_micro_batches=16)` makes it, and `pipe.train_step(batch)` runs
     forward and backward of a mini-batch, after which the gradients are in `.grad` of `pipe.parameters()`.
 
-    Without a launcher one process has all stages. Under torchrun, `accelerate launch` or `python -m hf_gpipe.train`
+    Without a launcher one process has all stages. Under torchrun, `accelerate launch` or `hf-gpipe train`
     every process creates the same Pipeline and has its own stages.
 
     Args:

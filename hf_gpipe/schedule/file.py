@@ -149,7 +149,7 @@ def file_text(path: str) -> str:
     except FileNotFoundError:
         raise ScheduleError(
             f"schedule: there is no file {path} (looked in {Path.cwd()}); correct the path, or write one with "
-            "python -m hf_gpipe plan RECIPE --table."
+            "hf-gpipe plan RECIPE --table."
         ) from None
     except UnicodeDecodeError as error:
         raise ScheduleError(f"schedule: {path} is not UTF-8 text ({error.reason}, byte {error.start}).") from None

@@ -60,7 +60,7 @@ class MeshConfig(Settings):
     v_half: the same in half of it, with half of 1f1b's bubble; vocab_1f1b and vocab_gpipe: 1f1b and gpipe with the head
     divided by the vocabulary over all stages; naive: no pipelining; auto: the planner chooses one of
     these, but not naive, or makes a table for the memory there is; or the file of a table of your own, such as
-    tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe plan RECIPE --table writes one).
+    tables/mine.txt, whose R actions are the recomputations (hf-gpipe plan RECIPE --table writes one).
     Asynchronous, with other numbers than the
     plain model: pipedream: each stage updates after each step and nothing waits for the pipeline to empty, the
     backward of a micro-batch uses the weights of its forward; pipedream_vertical: all stages use the version of the

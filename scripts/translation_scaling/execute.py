@@ -1,4 +1,4 @@
-"""Runs, one or some at a time, each by `python -m hf_gpipe.train`; signals pass on, and all can be resumed."""
+"""Runs, one or some at a time, each by `hf-gpipe train`; signals pass on, and all can be resumed."""
 
 from __future__ import annotations
 

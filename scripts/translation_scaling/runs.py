@@ -66,7 +66,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `python -m hf_gpipe.train`."""
+        """Of `hf-gpipe train`."""
         own = [f"training.seed={self.seed}", f"training.output_dir={json.dumps(str(self.folder))}"]
         rate = self.swept_rate
         return [str(self.recipe), *([] if rate is None else [f"training.learning_rate={rate}"]), *self.overrides, *own]
@@ -155,7 +155,7 @@ def check_run(run: Run) -> None:
     if recipe.data.kind == "text":
         raise UserError(
             f"{run.recipe}: data.kind is text, and translations are compared here; give recipes with pairs, or "
-            "train this one by python -m hf_gpipe.train"
+            "train this one by hf-gpipe train"
         )
     if run.to_end:
         to_end.check(recipe, str(run.recipe))

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe plan, on recipes whose models are never made."""
+"""hf-gpipe plan, on recipes whose models are never made."""
 
 from __future__ import annotations
 

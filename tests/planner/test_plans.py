@@ -2,7 +2,7 @@
 
 With an older transformers, models compute a little more or less: Marian draws a number for each layer, for example.
 
-A change that is meant to change plans writes plans.json anew, from what python -m hf_gpipe plan ... --json prints; of
+A change that is meant to change plans writes plans.json anew, from what hf-gpipe plan ... --json prints; of
 the pipeline it has the keys that are not at their default.
 """
 

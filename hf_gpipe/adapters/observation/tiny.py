@@ -1,7 +1,7 @@
 """Tiny clones of configurations: the same architecture and options, with sizes that run in milliseconds.
 
 Clones are used to observe a family's forward (probe.py) and to compare a split model with the plain one before a long
-run (`python -m hf_gpipe check`). Only sizes change. What decides the computation stays: ties, scales, activation
+run (`hf-gpipe check`). Only sizes change. What decides the computation stays: ties, scales, activation
 functions, types of layers and of positions, experts and their routing.
 """
 

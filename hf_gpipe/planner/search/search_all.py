@@ -1,4 +1,4 @@
-"""The search of `python -m hf_gpipe plan --search`, which leaves everything open and shows more than the best plan."""
+"""The search of `hf-gpipe plan --search`, which leaves everything open and shows more than the best plan."""
 
 from __future__ import annotations
 
