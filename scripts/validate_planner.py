@@ -49,8 +49,8 @@ from hf_gpipe.schedule import replicas_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 HEADER = [
-    *("case", "model", "K / processes", "replicas", "M", "chunks", "training", "schedule", "recompute", "model state"),
-    *("parameters a process", "peak a process: predicted / measured", "step: predicted / measured"),
+    *("case", "parameters", "K / processes", "M", "schedule", "recompute", "also"),
+    *("peak a process, GiB: predicted / measured", "step, s: predicted / measured"),
 ]
 VOCABULARY = 32000
 TOLERANCE = 0.1
@@ -142,11 +142,6 @@ class Result:
     measured: list[Measured]
 
     @property
-    def state_bytes(self) -> int:
-        """Weights, gradients and AdamW's two moments of the whole model."""
-        return 4 * self.plan.costs.total.trainable_bytes
-
-    @property
     def predicted_parameters(self) -> list[int]:
         """Bytes that each process holds."""
         ranges = [(stage.layers.start, stage.layers.stop) for stage in self.plan.stages]
@@ -200,21 +195,19 @@ def report(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         case = result.case
-        held = [measured.parameter_bytes for measured in result.measured]
-        exact = "exact" if result.has_exact_parameters else f"{result.predicted_parameters} against {held}"
         peaks = "; ".join(
             f"{_gib(process.memory.of_tensors)} / {_gib(measured.peak_bytes)} = {ratio:.2f}"
             for process, measured, ratio in zip(result.processes, result.measured, result.peak_ratios, strict=False)
         )
-        if case.weights_visit:
-            exact = peaks = "-"
+        if not result.has_exact_parameters and not case.weights_visit:
+            held = [measured.parameter_bytes for measured in result.measured]
+            peaks += f"; parameters {result.predicted_parameters} against {held} bytes"
         rows.append(
             [
-                *(case.name, f"{case.config.model_type}, {result.plan.costs.total.count / 1e6:.1f}M"),
-                *(f"{case.num_stages} / {case.num_processes}", _replicas(case), case.num_micro_batches),
-                *(case.sequence_chunks, case.training, case.schedule, case.recompute),
-                *(f"{result.state_bytes / 1e9:.2f} GB", exact, peaks),
-                f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f}",
+                *(case.name, f"{result.plan.costs.total.count / 1e6:.1f}M"),
+                *(f"{case.num_stages} / {case.num_processes}", case.num_micro_batches),
+                *(case.schedule, case.recompute, _modes(case), peaks),
+                f"{result.plan.step_seconds:.2f} / {result.step_seconds:.2f} = {result.step_ratio:.2f}",
             ]
         )
     on_device = [result for result in results if not result.case.weights_visit]
@@ -233,9 +226,12 @@ def report(results: Sequence[Result]) -> str:
     )
 
 
-def _replicas(case: Case) -> str:
+def _modes(case: Case) -> str:
+    """Of a case what most cases do not have: replicas of each stage, chunks, and another kind of training."""
     counts = replicas_of(case.num_stages, case.replicas)
-    return "-".join(map(str, counts)) + ", zero 1" * case.zero
+    modes = ["replicas " + "-".join(map(str, counts))] if max(counts) > 1 else []
+    modes += ["zero 1"] * case.zero + [f"{case.sequence_chunks} chunks"] * (case.sequence_chunks > 1)
+    return ", ".join(modes + [case.training] * (case.training != "full"))
 
 
 def _is_near(ratio: float) -> bool:
@@ -243,7 +239,7 @@ def _is_near(ratio: float) -> bool:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
