@@ -106,8 +106,8 @@ REFUSED = {
     for name in names.split()
 }
 
-_PRIVATE = "the training loop is another one; use a callback, or a method that docs/trainer.md lists"
-_NEW = "this version of hf_gpipe does not know it; docs/trainer.md lists what may be overridden"
+_PRIVATE = "the training loop is another one; use a callback, or a method that docs/reference/trainer.md lists"
+_NEW = "this version of hf_gpipe does not know it; docs/reference/trainer.md lists what may be overridden"
 
 _ABSENT = object()
 
