@@ -103,8 +103,9 @@ class DistillationLoss(TokenLoss):
         gradient = logits if overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         losses = logits.new_empty(len(logits), dtype=dtype)
         # A few positions at a time: what is made of their logits on the way takes less memory than a chunk.
-        for some in torch.arange(len(logits)).chunk(_BLOCKS):
-            rows = slice(int(some[0]), int(some[-1]) + 1)
+        size = -(-len(logits) // _BLOCKS)
+        for start in range(0, len(logits), size):
+            rows = slice(start, start + size)
             losses[rows], gradient[rows] = self._of_block(logits[rows], targets[rows], teacher[rows], part)
         return losses, gradient
 

@@ -28,6 +28,8 @@ from hf_gpipe import LogitsLoss, Pipeline, RowLoss
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.observation.probe import observe
+from hf_gpipe.losses.distillation import DistillationLoss
+from hf_gpipe.losses.grpo import TemperedLoss
 from hf_gpipe.losses.loss import LossInputs, TokenLoss
 from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.planner.costs.tracing import StageTracer
@@ -360,10 +362,13 @@ def test_a_lack_of_memory_is_no_reason_to_make_logits_whole(error: Exception, mo
 
 
 def test_the_planner_runs_every_loss_without_memory() -> None:
-    """The check that units do not mix read a value, so the head of a loss of rows ran on real tensors."""
+    """The head of a loss that reads a value runs on real tensors: that of a loss of rows did, where units were checked,
+    and that of distillation, whose positions were cut by a tensor of them, for minutes."""
     adapter = adapter_for(CONFIGS["llama"])
     last = len(adapter.layers) - 1
-    for loss in (RowLoss(lambda log_probs, inputs: log_probs), LogitsLoss(lambda *_, **__: None), TokenLoss(0.1)):
+    distillation = (DistillationLoss(beta=beta, cross_entropy_share=0.5) for beta in (0.0, 0.5, 1.0))
+    own = RowLoss(lambda log_probs, inputs: log_probs), LogitsLoss(lambda *_, **__: None)
+    for loss in (*own, *distillation, TokenLoss(0.1), TokenLoss(is_dynamic=True), TemperedLoss(temperature=0.5)):
         wants_gradient = ModelLayers(adapter).wants_gradient
         stage = StageTracer(adapter, range(last, last + 1), wants_gradient, loss=loss.planned)
         stage.trace(Workload(rows=4, source_tokens=8, target_tokens=8).micro_batch(adapter))
