@@ -259,6 +259,7 @@ class MemoryBound:
         table, sums = layout.table, layout.sums
         self.most = most_of_equal_stages(table)
         self._sums, self._known = sums, _known.setdefault(sums, {})
+        self._inner = [stage.inner for stage in layout.stages]
         self._state_bytes = layout.state_bytes
         first = [workers[0] for workers in table.placement.workers]
         # The stages of a process share the libraries' memory.
@@ -271,6 +272,28 @@ class MemoryBound:
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most bytes that stage `number` needs as the only stage of its process."""
         return sum(self.parts(number, stage, self.most[number][Held.GRAPH]))
+
+    def dip_bytes(self) -> float:
+        """The most by which any stage, the last with its end, may need less than a part of it.
+
+        The boundaries at its ends may be smaller. And what its graph keeps is no working memory, beside which the
+        allocator holds more, nor are the weights that autocast converts again for the blocks after a layer.
+        """
+        layers, device = self._sums.costs.layers[1:], self._sums.device
+        sizes = {
+            Held.INPUT: [layer.input_bytes for layer in layers],
+            Held.GRADIENT: [layer.gradient_input_bytes for layer in layers],
+        }
+        spread = {held: max(own, default=0) - min(own, default=0) for held, own in sizes.items()}
+        working, kept = 1 + device.reserved_working_share, 1 + device.reserved_share
+        dips = [0.0]
+        for number, (most, inner) in enumerate(zip(self.most, self._inner, strict=True)):
+            dip = kept * sum(most[held] * size for held, size in spread.items())
+            if number < len(self.most) - 1:
+                graphs = self._sums.graphs[inner]
+                dip += max(working - kept * most[Held.GRAPH] * (not graphs.converts_again), 0) * graphs.most_working
+            dips.append(dip)
+        return max(dips)
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most bytes that stage `number` keeps with `live_graphs` stored graphs, and its other working memory."""

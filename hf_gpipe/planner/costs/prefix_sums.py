@@ -202,6 +202,9 @@ class GraphSums:
 
     Attributes:
         converted_bytes: the bytes of the weights of some layers that autocast converts once for a step.
+        converts_again: whether it converts weights of blocks again in the backward.
+        most_working: the most bytes of an action of a layer but the last, beside graphs and these conversions, with the
+            gradients of tied weights that wait.
     """
 
     def __init__(
@@ -231,6 +234,9 @@ class GraphSums:
         backward = [kept[i + 1] + graph.backward_working_bytes + again[i] for i, graph in enumerate(graphs)]
         self._forward, self._backward = RangeMax(forward), RangeMax(backward)
         self._first_backward = RangeMax(peak - trained[i] for i, peak in enumerate(backward))
+        self.converts_again = any(again)
+        sizes = [max(layer.forward_working_bytes, layer.graph(inner).backward_working_bytes) for layer in layers[:-1]]
+        self.most_working = max(sizes, default=0) + sum(size for size, users in tied if len(users) > 1)
 
     def kept_bytes(self, start: int, stop: int) -> float:
         """The bytes that the graph keeps."""

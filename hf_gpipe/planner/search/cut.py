@@ -162,10 +162,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
         return own * bound.stage_bytes(stage, stages[stage]._replace(start=start, stop=stop))
 
     cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
-    boundaries = [layer.input_bytes for layer in costs.layers]
-    # A run of layers may keep less than a part of it by as much as its ends' boundaries differ.
-    dip = 2 * planner.micro_batches_of_step(num_micro_batches) * (max(boundaries) - min(boundaries[1:], default=0))
-    dip_bytes = dip * (1 + planner.device.reserved_share) * (largest / min(caps) if caps else 1.0)
+    dip_bytes = bound.dip_bytes() * (largest / min(caps) if caps else 1.0)
     try:
         # A divided head is counted to the last stage, which has another layer as well.
         *sizes, last = by_cost(
