@@ -154,9 +154,12 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """A hint for a misspelt name: "; did you mean 'x'?", or an empty string where nothing is near."""
-    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """A hint for a misspelt name: "; did you mean 'x'?", with up to three names that begin with it, or the one that is
+    most like it; an empty string where nothing is near."""
+    names = list(allowed)
+    begun = [name for name in names if given and name.startswith(given)]
+    close = begun if 0 < len(begun) <= 3 else difflib.get_close_matches(given, names, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:

@@ -58,6 +58,8 @@ def test_a_command_imports_without_the_garbage_collector(monkeypatch: pytest.Mon
 
 WRONG = [
     ["plan", "recipes/quickstart.yaml", "--device", "foo"],
+    ["plan", "recipes/quickstart.yaml", "--device", "rtx3090", "--link", "foo"],
+    ["plan", "recipes/causal/lora.yaml", "pipeline.stages=2", "--device", "rtx3090", "--search"],
     ["plan", "nowhere.yaml"],
     ["check", "./nowhere"],
     ["generate", "./nowhere"],

@@ -24,10 +24,10 @@ _PEAKS: tuple[tuple[str, float | str], ...] = (
     # NVIDIA A40 data sheet: 149.7, with float32 accumulation.
     (r"\bA40\b", 149.7),
     # NVIDIA Ampere GA102 whitepaper (nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2): with float32 accumulation.
-    (r"RTX A6000", 154.8),
+    (r"RTX A6000", "rtxa6000"),
     (r"RTX 3090(?! Ti)", "rtx3090"),
     # NVIDIA L40 and L40S data sheets (l40s-datasheet-28413): 181.05 and 362.05.
-    (r"\bL40S", 362.05),
+    (r"\bL40S", "l40s"),
     (r"\bL40\b", 181.05),
     # NVIDIA L4 data sheet: 242 with sparsity.
     (r"\bL4\b", "l4"),

@@ -124,11 +124,16 @@ def test_nothing_is_timed_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA GeForce RTX 4090", 23.6, (8, 9), "rtx4090", "pcie4"),
         ("NVIDIA H200", 139.8, (9, 0), "h200", "nvlink4"),
         ("NVIDIA L4", 22.0, (8, 9), "l4", "pcie4"),
+        ("NVIDIA L40S", 44.4, (8, 9), "l40s", "pcie4"),
+        ("NVIDIA B200", 178.4, (10, 0), "b200", "nvlink5"),
+        ("NVIDIA RTX 6000 Ada Generation", 47.5, (8, 9), "rtx6000-ada", "pcie4"),
+        ("NVIDIA GB10", 121.7, (12, 1), "dgx-spark", "infiniband-200"),
+        ("AMD Instinct MI300X", 191.7, (9, 4), "mi300x", "infinity-fabric"),
         # Others: of their generation.
-        ("NVIDIA L40S", 44.5, (8, 9), "l4", "pcie4"),
+        ("NVIDIA L40", 44.5, (8, 9), "l4", "pcie4"),
         ("NVIDIA A40", 44.4, (8, 6), "rtx3090", "pcie4"),
         ("NVIDIA GeForce RTX 2080 Ti", 10.7, (7, 5), "t4", "pcie4"),
-        ("NVIDIA B200", 178.4, (10, 0), "h200", "pcie4"),
+        ("NVIDIA GB300", 277.0, (10, 3), "b200", "pcie4"),
         ("Tesla M40", 11.2, (5, 2), "p100", "pcie4"),
     ],
 )

@@ -7,7 +7,7 @@ them. In float32 they are those of PyTorch's default, without TF32. A link's ban
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -29,12 +29,14 @@ _PRODUCT_SHARE, _MEMORY_SHARE = 0.7, 0.67
 #: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
 #: An H100 was measured with torch 2.11: 0.52 for the context, 0.75 once kernels have run, 0.84 with streams that copy.
 _CONTEXT_GIB = 0.5
-#: The workspaces of cuBLAS and of cuBLASLt, in MiB: 8.125 and at most 4, and on Hopper 32 each
-#: (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp, and pull request 120925 of pytorch/pytorch).
+#: The workspaces of cuBLAS and of cuBLASLt, in MiB: 8.125 and at most 4, and on Hopper and Blackwell 32 each; those of
+#: hipBLAS and hipBLASLt on an MI300X are 128 and 76 (parseChosenWorkspaceSize and parseCUDABlasLtWorkspaceSize in
+#: ATen/cuda/CublasHandlePool.cpp of pytorch/pytorch, and pull request 120925 there).
 _WORKSPACE_MIB = 12.125
 #: What a desktop takes of the card that drives its screen: its windows, a browser and the frames of one or two screens.
 SCREEN_BYTES = 1 << 30
-_HOPPER = {"workspace_mib": 64.0, "context_gib": 0.85}
+_BLACKWELL = {"workspace_mib": 64.0}
+_HOPPER = {**_BLACKWELL, "context_gib": 0.85}
 
 
 LINKS: dict[str, Level] = {
@@ -44,6 +46,9 @@ LINKS: dict[str, Level] = {
         "nvlink2": (150e9, 5e-6),
         "nvlink3": (300e9, 5e-6),
         "nvlink4": (450e9, 5e-6),
+        "nvlink5": (900e9, 5e-6),
+        # One of the seven links of an MI300X, each to another GPU of its machine.
+        "infinity-fabric": (64e9, 5e-6),
         # The bandwidths that a copy reaches; the nominal ones are 15.75, 31.5 and 63 GB/s.
         "pcie3": (12.5e9, 1e-5),
         "pcie4": (25e9, 1e-5),
@@ -190,7 +195,9 @@ def _of_sheet(device: Device) -> Device:
 
 
 #: The memory is the "total capacity" in torch's messages of CUDA out of memory, rounded down to tenths of a GiB: the
-#: driver keeps a part of what the data sheet says, and so does error correction on a T4 or an L4.
+#: driver keeps a part of what the data sheet says, and so does error correction on a T4, an L4, an L40S or an A10.
+#: Rates in half precision are those of sums in float32, which a GeForce card has in its architecture's whitepaper: half
+#: of what its specifications begin with.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -203,8 +210,26 @@ DEVICES: dict[str, Device] = {
         _gpu("l4", 22.0, 0.3, "pcie4", fp32=30.3, fp16=121, bf16=121),
         _gpu("h100", 79.1, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989, **_HOPPER),
         _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989, **_HOPPER),
+        # NVIDIA HGX B200 data sheet: 36 PFLOP/s of 8 GPUs with sparsity.
+        _gpu("b200", 178.3, 7.7, "nvlink5", fp32=75, fp16=2250, bf16=2250, **_HOPPER),
+        # AMD Instinct MI300X data sheet.
+        _gpu("mi300x", 191.6, 5.3, "infinity-fabric", fp32=163.4, fp16=1307.4, bf16=1307.4, workspace_mib=204),
+        # NVIDIA A10, L40S and RTX A6000 data sheets (tests/gpu/peaks.py).
+        _gpu("a10", 22.0, 0.6, "pcie4", fp32=31.2, fp16=125, bf16=125),
+        _gpu("l40s", 44.3, 0.864, "pcie4", fp32=91.6, fp16=362.05, bf16=362.05),
+        _gpu("rtxa6000", 47.5, 0.768, "pcie4", fp32=38.7, fp16=154.8, bf16=154.8),
+        # NVIDIA RTX 6000 Ada Generation data sheet: 1457 in 8 bits with sparsity.
+        _gpu("rtx6000-ada", 47.4, 0.96, "pcie4", fp32=91.1, fp16=364.2, bf16=364.2),
+        # NVIDIA GeForce RTX 3060 specifications: 102 with sparsity and sums in float16.
+        _gpu("rtx3060", 11.6, 0.36, "pcie4", fp32=12.7, fp16=25.5, bf16=25.5),
         _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
+        _gpu("rtx4080", 15.6, 0.717, "pcie4", fp32=48.7, fp16=97.5, bf16=97.5),
         _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
+        _gpu("rtx5080", 15.4, 0.96, "pcie5", fp32=56.3, fp16=112.6, bf16=112.6, **_BLACKWELL),
+        _gpu("rtx5090", 31.3, 1.792, "pcie5", fp32=104.8, fp16=209.5, bf16=209.5, **_BLACKWELL),
+        # NVIDIA DGX Spark: a GB10, whose memory the CPU shares, and whose port has 200 Gbit/s. Its sheet says 1 PFLOP/s
+        # in 4 bits with sparsity, eight times the rate in half precision.
+        _gpu("dgx-spark", 121.6, 0.273, "infiniband-200", fp32=31, fp16=125, bf16=125, **_BLACKWELL),
         # It is one of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.
         _gpu("tpu-v3", 16, 0.45, "tpu-v3", fp32=61.5, fp16=61.5, bf16=61.5, workspace_mib=None),
     )
@@ -220,8 +245,19 @@ _KNOWN_AS = {
     "l4": ("l4",),
     "h100": ("h100",),
     "h200": ("h200",),
+    "b200": ("b200",),
+    "mi300x": ("mi300x",),
+    "a10": ("a10",),
+    "l40s": ("l40s",),
+    "rtx a6000": ("rtxa6000",),
+    "rtx 6000 ada": ("rtx6000-ada",),
+    "rtx 3060": ("rtx3060",),
     "rtx 3090": ("rtx3090",),
+    "rtx 4080": ("rtx4080",),
     "rtx 4090": ("rtx4090",),
+    "rtx 5080": ("rtx5080",),
+    "rtx 5090": ("rtx5090",),
+    "gb10": ("dgx-spark",),
 }
 #: The entries for other GPUs: a compute capability -> an entry of that generation. The newest up to the GPU's is used.
 _OF_CAPABILITY = {
@@ -232,7 +268,8 @@ _OF_CAPABILITY = {
     (8, 6): "rtx3090",
     (8, 9): "l4",
     (9, 0): "h100",
-    (10, 0): "h200",
+    (10, 0): "b200",
+    (12, 0): "rtx5090",
 }
 
 
@@ -268,7 +305,7 @@ def cpu(num_threads: int) -> Device:
 
 
 def device(name: str, link: str | None = None) -> Device:
-    """A device of the table, by its name in any letters.
+    """A device of the table, by its name or by torch's, in any letters and with any spaces, dashes and underscores.
 
     Args:
         name: the name, for example "a100-80".
@@ -277,7 +314,9 @@ def device(name: str, link: str | None = None) -> Device:
     Raises:
         UserError: an unknown device or link.
     """
-    entry = _find("device", name, DEVICES)
+    known = {known: DEVICES[entries[0]] for known, entries in _KNOWN_AS.items() if len(entries) == 1} | DEVICES
+    others = "for another card give --flops, --bandwidth and --memory from its data sheet"
+    entry = _find("device", name, known, DEVICES, others)
     return entry if link is None else replace(entry, link=link_between(link))
 
 
@@ -293,7 +332,7 @@ def link_between(name: str, what: str = "link") -> Level:
     """
     if name[:1].isdigit():
         return Level(2, read_bandwidth(name, f"the {what}"), LINKS["ethernet-100"].latency_seconds)
-    return _find(what, name, LINKS)
+    return _find(what, name, LINKS, LINKS, "or give a rate, such as 25GB/s")
 
 
 def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual: Host = Host()) -> Host:
@@ -364,7 +403,15 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _PREFIXES = {prefix: 1000.0**power for prefix, power in _POWERS.items()}
 
 
-def _find(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    if (key := name.strip().lower()) not in table:
-        raise UserError(f"the {what} {name!r} is unknown; known are {', '.join(table)}{nearest(key, table)}")
-    return table[key]
+def _find(what: str, name: str, known: Mapping[str, Entry], named: Iterable[str], others: str) -> Entry:
+    """The entry of a name. Raises UserError with the names of the table and what to do for others."""
+    plain = {_plain(key): key for key in known}
+    if (key := _plain(name)) not in plain:
+        raise UserError(
+            f"the {what} {name!r} is unknown; known are {', '.join(named)}; {others}{nearest(name.strip().lower(), named)}"
+        )
+    return known[plain[key]]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
