@@ -114,11 +114,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _coloured(text: str) -> str:
-    """A report with its verdict in green or red, and a large bubble in yellow."""
-    verdict = _RED if re.match(r"verdict +does not", text) else _GREEN
-    for begin, colour in (("verdict ", verdict), ("bubble +LARGE", _YELLOW)):
-        text = re.sub(rf"(?m)^{begin}.*(?:\n {{12}}.*)*", rf"\033[1;{colour}m\g<0>\033[0m", text)
-    return text
+    """A report with its verdict in green, in yellow where devices wait much, or in red."""
+    verdict = re.match(r"verdict .*(?:\n {12}.*)*", text)
+    assert verdict is not None, "a report begins with it"
+    is_slow = "but devices wait" in " ".join(verdict[0].split())
+    colour = _RED if re.match(r"verdict +does not", text) else _YELLOW if is_slow else _GREEN
+    return f"\033[1;{colour}m{verdict[0]}\033[0m{text[verdict.end() :]}"
 
 
 def _longest(key: str, fits: Callable[[int], bool]) -> str:

@@ -219,5 +219,5 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
     return (
         f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak "
         f"memory {size_text(plan.peak_bytes)} in a process; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
-        f"{'; ' * bool(note)}{note}"
+        f"{plan.uncounted}{'; ' * bool(note)}{note}"
     )

@@ -128,6 +128,11 @@ class Plan:
         """The memory estimate of the process with the highest peak."""
         return self.fullest_process.memory.total
 
+    @property
+    def uncounted(self) -> str:
+        """The end of a sentence about `peak_bytes`: what they do not count; empty on GPUs, where they count all."""
+        return "" if self.planner.device.is_asynchronous else "; torch and other libraries take CPU memory beside it"
+
     @cached_property
     def hosted_bytes(self) -> list[int]:
         """The bytes of weights that visit and of graphs that wait in CPU memory, for each process."""
@@ -350,10 +355,15 @@ class Planner(Processes):
         layout = self.layout(settings)
         sums, placement = layout.sums, layout.table.placement
         timeline = simulate(layout.table, costs_of_table(layout))
+        speeds = self.speeds_of(placement)
+        again = [
+            sums.again(stage.start, stage.stop, stage.inner) / speed
+            for stage, speed in zip(layout.stages, speeds, strict=True)
+        ]
         processes = []
         for number in range(placement.num_processes):
             memory = estimate_memory(layout, timeline, number, placement.stages_run_by(number))
-            processes.append(ProcessPlan(number, placement.stages_of(number), memory, time_of(timeline, number)))
+            processes.append(ProcessPlan(number, placement.stages_of(number), memory, time_of(timeline, number, again)))
         plans = []
         entries = Recompute.parse(settings.recompute, settings.num_stages).entries
         for number, (stage, entry) in enumerate(zip(layout.stages, entries, strict=True)):

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.bound import limit_of_step
+from hf_gpipe.planner.bound import limit_of_step, why_waiting
 from hf_gpipe.planner.machines.devices import SCREEN_BYTES
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.saving import (
@@ -27,7 +27,7 @@ from hf_gpipe.planner.saving import (
     visits_text,
 )
 from hf_gpipe.planner.search.advice import smallest_fix
-from hf_gpipe.planner.search.bubble import smaller_bubble
+from hf_gpipe.planner.search.bubble import SMALL_BUBBLE, smaller_bubble
 from hf_gpipe.planner.search.search_all import SearchResult
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
@@ -43,7 +43,7 @@ from hf_gpipe.text import bytes_text, count_text, runs_text, seconds_text, size_
 _MANY_STAGES = 17
 #: The columns that the table needs for all of its own.
 _WIDE = 100
-#: The bubble, as a share of a step, above which a report warns of it.
+#: The bubble, as a share of a step, above which the verdict warns of it.
 LARGE_BUBBLE = 0.4
 _SEARCH_HEADER = ("step", "bubble", "memory", "sent a row", "K", "M", "T", "replicas", "schedule", "recompute")
 #: The number of first columns of these, which have numbers.
@@ -71,7 +71,7 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
     first = [
         ("verdict", verdict(plan)),
         ("step", f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, for a mini-batch of {rows_text(plan)}"),
-        ("bubble", bubble_text(plan)),
+        ("bubble", bubble_text(plan) if plan.bubble <= LARGE_BUBBLE else ""),
         ("screen", screen_text(plan)),
         ("memory", memory_why(plan)),
         ("model", f"{count_text(total.count)} parameters{ranks} in {len(costs.layers)} layers, {_types(plan)}"),
@@ -133,30 +133,36 @@ def folded(text: str, most: int = 48) -> str:
 
 def rows_text(plan: Plan) -> str:
     """The mini-batch in words: "16 rows of 2048 tokens"."""
+    entries = plan.costs.workload.entries
+    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in entries if shape)
+    return f"{plan.planner.rows} rows of {shapes if entries else f'{_columns(plan)} tokens'}"
+
+
+def _columns(plan: Plan) -> str:
+    """The tokens of a row: "2048", or "64 + 64" of an encoder and a decoder."""
     workload = plan.costs.workload
     is_encoder_decoder = any(layer.stack == "encoder" for layer in plan.costs.layers)
-    columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
-    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in workload.entries or () if shape)
-    return f"{plan.planner.rows} rows of {shapes if workload.entries else f'{columns} tokens'}"
+    return f"{workload.source_tokens} + " * is_encoder_decoder + str(workload.target_tokens)
 
 
 def _mini_batch(plan: Plan) -> str:
     workload, table = plan.costs.workload, plan.timeline.schedule
     count = table.num_micro_batches // (table.num_steps * table.chunks)
     cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
+    longest = f"; rows are counted at {_columns(plan)} tokens, the longest"
     return (
         f"{rows_text(plan)}, as {count} micro-batches of at most {workload.rows}"
         f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}"
+        f"{longest if workload.has_padding else ''}"
     )
 
 
 def bubble_text(plan: Plan) -> str:
-    """The change that makes a large bubble smaller; with a warning where it is above `LARGE_BUBBLE`."""
+    """What devices wait for, and the change that lets them wait less; empty for a small bubble."""
+    if plan.bubble <= SMALL_BUBBLE or not plan.fits:
+        return ""
     change = smaller_bubble(plan)
-    if plan.bubble <= LARGE_BUBBLE:
-        return change
-    causes = "more micro-batches, fewer stages or stages of equal work make it smaller"
-    return f"LARGE: devices wait for {plan.bubble:.0%} of the step; {change or causes}"
+    return f"devices wait for {plan.bubble:.0%} of the step: {why_waiting(plan)}{'; ' * bool(change)}{change}"
 
 
 def screen_text(plan: Plan) -> str:
@@ -203,16 +209,19 @@ def _before(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether a plan fits; where it does not, the smallest change that makes it fit."""
+    """Whether a plan fits; where it does not, the smallest change that makes it fit; where devices wait much, why."""
     process = plan.fullest_process
     limit = plan.planner.limit_of(process.number)
+    waits = f", but {bubble_text(plan)}" if plan.fits and plan.bubble > LARGE_BUBBLE else ""
     if limit is None and plan.fits:
-        return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
+        return (
+            f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there{plan.uncounted}{waits}"
+        )
     needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
     if plan.host_fullness > 1:
         host = plan.planner.device.host.memory_bytes or 0
         needs += f", and {hosted_words(plan)} need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
-    return f"fits: {needs}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
+    return f"fits: {needs}{plan.uncounted}{waits}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
 def memory_why(plan: Plan) -> str:

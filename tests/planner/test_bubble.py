@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.report import report
+from hf_gpipe.planner.report import report, verdict
 from hf_gpipe.planner.search.bubble import smaller_bubble
+from hf_gpipe.planner.search.table_file import with_table_file
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import build
 from hf_gpipe.text import seconds_text
@@ -34,7 +35,9 @@ def test_more_micro_batches_or_another_schedule() -> None:
     assert found.groups()[2:] == (seconds_text(changed.step_seconds), f"{changed.bubble:.1%}")
     assert changed.bubble < plan.bubble
     assert changed.step_seconds < plan.step_seconds
-    assert f"\nbubble      LARGE: devices wait for 43% of the step; {found[0]}\n" in report(plan)
+    why = "devices wait for 43% of the step: 4 micro-batches are few for 4 devices in a row"
+    assert report(plan).startswith(f"verdict     {verdict(plan)}\n")
+    assert verdict(plan).endswith(f", but {why}; {found[0]}")
 
 
 def test_a_change_that_does_not_fit_is_not_named() -> None:
@@ -56,6 +59,26 @@ def test_a_larger_mini_batch_where_each_row_is_a_micro_batch_already() -> None:
     changed = planner(8).plan(plan.settings.replace(num_micro_batches=8))
     assert found[1] == seconds_text(changed.step_seconds)
     assert changed.step_seconds / 8 < plan.step_seconds / 2
+
+
+def test_what_devices_wait_for_is_said_where_nothing_lowers_it() -> None:
+    """A plan whose devices waited for 21 % of the step had no line about it, and one with 66 % fitted."""
+    given = planner(16)
+    given.inputs = replace(given.inputs, tables={"mine.txt": build("gpipe", 2, 3, recompute="none")})
+    plan = given.plan(settings((4, 4), 3, schedule="mine.txt"))
+    assert smaller_bubble(plan) == ""
+    waits = "devices wait for 25% of the step: 3 micro-batches are few for 2 devices in a row"
+    assert f"\nbubble      {waits}\n" in report(plan)
+    uneven = planner(16).plan(settings((1, 7), 16))
+    assert "% of the step: stage 1 computes 1.8 times as long as the mean; " in verdict(uneven)
+
+
+def test_a_table_that_was_made_for_the_plan_has_advice_too() -> None:
+    """Plans with schedule auto had none, because their tables were taken for tables of the user."""
+    plan = planner(2).plan(settings((2, 2, 2, 2), 2, schedule="1f1b"))
+    made = with_table_file(plan, plan.settings, build("1f1b", 4, 2, recompute="none"))
+    words = "a mini-batch of 8 rows .* with pipeline.num_micro_batches=8 and pipeline.schedule=1f1b fits: a step of"
+    assert re.match(words, smaller_bubble(made))
 
 
 def test_nothing_is_said_of_a_plan_that_does_not_fit_or_has_its_own_table() -> None:

@@ -39,11 +39,11 @@ def test_a_type_without_a_rate_has_float32s() -> None:
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"device 'a100-8' is unknown.*did you mean 'a100-80'"):
         device("a100-8")
-    with pytest.raises(UserError, match="device 'a100' is unknown.*did you mean 'a100-40' or 'a100-80'"):
+    with pytest.raises(UserError, match=r"device 'a100' is unknown.*did you mean 'a100-40' or 'a100-80'"):
         device("a100")
-    with pytest.raises(UserError, match="for another card give --flops, --bandwidth and --memory .*'rtx4090'"):
+    with pytest.raises(UserError, match=r"for another card give --flops, --bandwidth and --memory .*'rtx4090'"):
         device("RTX 4090 Ti")
-    with pytest.raises(UserError, match="link 'nvlink9' is unknown; known are nvlink1.*or give a rate"):
+    with pytest.raises(UserError, match=r"link 'nvlink9' is unknown; known are nvlink1.*or give a rate"):
         device("h100", "nvlink9")
 
 
@@ -95,9 +95,9 @@ def test_every_device_of_the_table_is_whole() -> None:
     ("name", "reported_gib"),
     # What torch says on such a card: "GPU 0 has a total capacity of 23.64 GiB".
     [
-        *(("rtx4090", 23.64), ("rtx3090", 23.69), ("v100-16", 15.77), ("a100-40", 39.38), ("h100", 79.1), ("t4", 14.57)),
-        *(("rtx5090", 31.36), ("rtx5080", 15.47), ("rtxa6000", 47.54), ("l40s", 44.4), ("mi300x", 191.69)),
-        *(("b200", 178.35), ("dgx-spark", 121.69)),
+        *(("rtx4090", 23.64), ("rtx3090", 23.69), ("v100-16", 15.77), ("a100-40", 39.38), ("h100", 79.1)),
+        *(("t4", 14.57), ("rtx5090", 31.36), ("rtx5080", 15.47), ("rtxa6000", 47.54), ("l40s", 44.4)),
+        *(("mi300x", 191.69), ("b200", 178.35), ("dgx-spark", 121.69)),
     ],
 )
 def test_a_plan_may_use_what_the_driver_reports_less_a_context(name: str, reported_gib: float) -> None:

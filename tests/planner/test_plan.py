@@ -42,8 +42,19 @@ def test_the_bubble_of_equal_stages_is_the_papers() -> None:
 def test_recomputation_takes_a_forward_more() -> None:
     plan = planner(blocks(2), rows=8).plan(settings((1, 1), 8, recompute="stage"))
     assert plan.processes[0].time.recompute == pytest.approx(8)
-    block = planner(blocks(2), rows=8).plan(settings((1, 1), 8, recompute="block"))
-    assert block.processes[0].time.backward == pytest.approx(8 * 3)
+    assert plan.processes[0].time.backward == pytest.approx(8 * 2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_recomputed_blocks_take_a_forward_more(schedule: str) -> None:
+    """A plan whose every block was recomputed said "recompute 0 s", and counted it to the backward."""
+    costs = model(*(replace(one, weight_flops=1) for one in blocks(2).layers))
+    block, plain = (
+        planner(costs, rows=8).plan(settings((1, 1), 8, recompute=way, schedule=schedule)).processes[0].time
+        for way in ("block", "none")
+    )
+    assert block.recompute == pytest.approx(plain.forward)
+    assert (block.forward, block.backward) == pytest.approx((plain.forward, plain.backward))
 
 
 def test_a_split_backward_has_its_share_of_the_seconds_and_keeps_what_w_needs() -> None:

@@ -181,13 +181,16 @@ class LayerSums:
 
     def _seconds_of(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
         beyond = self._stage_seconds
-        blocks_again = self._blocks_again(start, stop) if inner == "block" else 0.0
         return Seconds(
             # A stage makes masks and positions with a graph and without one alike.
             forward_only=self._forward_only(start, stop) + beyond.forward,
             forward=self._forward(start, stop) + beyond.forward,
-            backward=self._backward(start, stop) + beyond.backward + blocks_again,
+            backward=self._backward(start, stop) + beyond.backward + self.again(start, stop, inner),
         )
+
+    def again(self, start: int, stop: int, inner: InnerRecompute) -> float:
+        """The seconds in which a stage's backward recomputes its blocks."""
+        return self._blocks_again(start, stop) if inner == "block" else 0.0
 
 
 class GraphSums:

@@ -407,9 +407,8 @@ def _find(what: str, name: str, known: Mapping[str, Entry], named: Iterable[str]
     """The entry of a name. Raises UserError with the names of the table and what to do for others."""
     plain = {_plain(key): key for key in known}
     if (key := _plain(name)) not in plain:
-        raise UserError(
-            f"the {what} {name!r} is unknown; known are {', '.join(named)}; {others}{nearest(name.strip().lower(), named)}"
-        )
+        hint = nearest(name.strip().lower(), named)
+        raise UserError(f"the {what} {name!r} is unknown; known are {', '.join(named)}; {others}{hint}")
     return known[plain[key]]
 
 

@@ -7,12 +7,14 @@ from operator import attrgetter
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.search.choose import allowed_plans, can_run, micro_batch_counts, work
+from hf_gpipe.planner.search.cut import cut_plan
+from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.text import seconds_text
 
-#: The bubble, as a share of the time, from which a change is worth it.
-_LARGE_BUBBLE = 0.2
+#: The bubble, as a share of the time, up to which no change is worth it.
+SMALL_BUBBLE = 0.2
 #: The most that a change leaves of the bubble, to be worth it.
 _SMALLER = 0.9
 #: The most times of their size with which M and mini-batches are tried: each size of micro-batch is traced anew.
@@ -26,24 +28,29 @@ def smaller_bubble(plan: Plan) -> str:
 
     The fastest schedule and M come first, for they leave the training as it is, then mini-batches of more rows.
     """
-    settings, table = plan.settings, plan.timeline.schedule
-    if plan.bubble <= _LARGE_BUBBLE or not plan.fits or table.is_asynchronous or is_table_file(settings.schedule):
+    settings, table, planner = plan.settings, plan.timeline.schedule, plan.planner
+    is_made = settings.schedule == TABLE_FILE
+    is_given = is_table_file(settings.schedule) and not is_made
+    if plan.bubble <= SMALL_BUBBLE or not plan.fits or table.is_asynchronous or is_given:
         return ""
     plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
     best = next(filter(can_run, plans), plan)
     if best.bubble <= _SMALLER * plan.bubble:
         return f"{_changes(plan, best)} fits: {_with(best)}"
+    # A table that was made for these stages and micro-batches is none for others.
+    best, other = plan, settings.reopened(schedule="1f1b", recompute=AUTO) if is_made else settings
+    schedule = " and pipeline.schedule=1f1b" * is_made
     for times in (2, _MOST_TIMES):
-        count = times * min(settings.num_micro_batches, plan.planner.rows)
-        more = plan.planner.with_rows(times * plan.planner.rows).plan(settings.replace(num_micro_batches=count))
+        count = times * min(settings.num_micro_batches, planner.rows)
+        more = cut_plan(planner.with_rows(times * planner.rows), other.replace(num_micro_batches=count))
         if more.fits and more.bubble < best.bubble and can_run(more):
             best = more
     if best is plan:
         return ""
     return (
         f"a mini-batch of {best.planner.rows} rows (training.batch_size or batch_tokens) with "
-        f"pipeline.num_micro_batches={best.settings.num_micro_batches} fits: {_with(best)}, {_a_row(best)} a row where "
-        f"it is {_a_row(plan)}"
+        f"pipeline.num_micro_batches={best.settings.num_micro_batches}{schedule} fits: {_with(best)}, {_a_row(best)} a "
+        f"row where it is {_a_row(plan)}"
     )
 
 
