@@ -158,7 +158,7 @@ def _mini_batch(plan: Plan) -> str:
 
 
 def bubble_text(plan: Plan) -> str:
-    """What devices wait for, and the change that lets them wait less; empty for a small bubble."""
+    """Say what devices wait for, and which change lets them wait less; empty for a small bubble."""
     if plan.bubble <= SMALL_BUBBLE or not plan.fits:
         return ""
     change = smaller_bubble(plan)
