@@ -37,20 +37,22 @@ def smaller_bubble(plan: Plan) -> str:
     best = next(filter(can_run, plans), plan)
     if best.bubble <= _SMALLER * plan.bubble:
         return f"{_changes(plan, best)} fits: {_with(best)}"
-    # A table that was made for these stages and micro-batches is none for others.
-    best, other = plan, settings.reopened(schedule="1f1b", recompute=AUTO) if is_made else settings
-    schedule = " and pipeline.schedule=1f1b" * is_made
+    best, words = plan, ""
     for times in (2, _MOST_TIMES):
-        count = times * min(settings.num_micro_batches, planner.rows)
-        more = cut_plan(planner.with_rows(times * planner.rows), other.replace(num_micro_batches=count))
+        larger, count = planner.with_rows(times * planner.rows), times * min(settings.num_micro_batches, planner.rows)
+        for recompute in ({}, {"recompute": AUTO}):
+            # A table that was made for these micro-batches is none for others.
+            changes = {"num_micro_batches": count, **({"schedule": "1f1b"} if is_made else {}), **recompute}
+            more = cut_plan(larger, settings.reopened(**changes))
+            if more.fits:
+                break
         if more.fits and more.bubble < best.bubble and can_run(more):
-            best = more
+            best, words = more, " ".join(f"pipeline.{name}={value}" for name, value in changes.items())
     if best is plan:
         return ""
     return (
-        f"a mini-batch of {best.planner.rows} rows (training.batch_size or batch_tokens) with "
-        f"pipeline.num_micro_batches={best.settings.num_micro_batches}{schedule} fits: {_with(best)}, {_a_row(best)} a "
-        f"row where it is {_a_row(plan)}"
+        f"a mini-batch of {best.planner.rows} rows (training.batch_size or batch_tokens) with {words} fits: "
+        f"{_with(best)}, {_a_row(best)} a row where it is {_a_row(plan)}"
     )
 
 
