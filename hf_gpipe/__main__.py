@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
 
 from hf_gpipe.errors import EXIT_USER_ERROR, nearest
 
@@ -27,6 +29,7 @@ USAGE = "\n".join(
         *(f"  {name:<9} {text}" for name, text in COMMANDS.items()),
         "",
         "`hf-gpipe COMMAND --help` says more. Under torchrun a command is a module: torchrun ... -m hf_gpipe.train",
+        "`hf-gpipe --version` prints the versions of hf_gpipe, torch, transformers and Python.",
     ]
 )
 
@@ -41,11 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hf_gpipe.commands.base import flushed
 
         return flushed(lambda: print(USAGE) or (0 if name else EXIT_USER_ERROR))
+    if name == "--version":
+        print(_versions())
+        return 0
     print(
         f"error: {name!r} is not a command; it must be one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}",
         file=sys.stderr,
     )
     return EXIT_USER_ERROR
+
+
+def _versions() -> str:
+    """The versions that a report of a fault needs, without an import of what they are of."""
+    versions = [f"hf_gpipe {import_module('hf_gpipe').__version__}"]
+    for package in ("torch", "transformers"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
+    return ", ".join([*versions, f"Python {python_version()}"])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ import sys
 import tomllib
 import types
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import hf_gpipe
 from hf_gpipe.__main__ import COMMANDS, main
 from hf_gpipe.commands.base import loading
 
@@ -35,6 +37,16 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     finished = subprocess.run([sys.executable, "-m", "hf_gpipe"], capture_output=True, text=True, cwd=ROOT)
     assert (finished.returncode, finished.stderr) == (2, "")
     assert "usage: hf-gpipe COMMAND" in finished.stdout
+
+
+def test_the_versions_are_one_line_that_needs_no_import_of_torch() -> None:
+    """A report of a fault needed `pip list`, and a reader who knows which of its lines count."""
+    program = "import sys; from hf_gpipe.__main__ import main; print(main(['--version']), 'torch' in sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    line, end = finished.stdout.splitlines()
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    assert line == f"hf_gpipe {hf_gpipe.__version__}, {packages}, Python {sys.version.split()[0]}"
+    assert end == "0 False"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
