@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("text",),
     ("strict_json",),
     ("registry",),
+    ("sources",),
     ("libraries",),
     ("job",),
     ("schedule",),
@@ -48,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json")
+WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json", "sources")
 HEAVY = {"torch", "transformers"}
 #: The first has what modules of divided layers need, and what divides them; modules beside the second read its fields.
 NOT_FOLDED = ("adapters.tensor_parallel", "data.translation")

@@ -12,8 +12,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from hf_gpipe import strict_json
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.checkpoint.digests import check_model_files
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.libraries.transformers import CONFIG_NAME
+from hf_gpipe.sources import is_here
 
 
 def read_config(
@@ -32,6 +33,8 @@ def read_config(
     directory = Path(source)
     check_model_files(directory)
     try:
+        if is_here(source) and directory.is_file() and directory.name != CONFIG_NAME:
+            raise UserError("it is a file; give the directory of a model in Hub format, or a Hub id")
         if (directory / CONFIG_NAME).exists():
             # Before transformers reads it: its constructors make a list as long as a number of layers says.
             strict_json.read(directory / CONFIG_NAME, dict[str, Any], allows_nan=True)

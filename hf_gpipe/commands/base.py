@@ -43,16 +43,6 @@ def run_with_options(argv: Sequence[str] | None, parser: Parser, work: Callable[
     return EXIT_USER_ERROR
 
 
-def check_path(model: str) -> None:
-    """Raise UserError where a text can only be the path of a model's directory, and there is none: no import is needed
-    to say it."""
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_like_path and not os.path.isdir(model):
-        raise UserError(
-            f"there is no directory {model!r} (looked in {os.getcwd()}); correct the path, or give a Hub id"
-        )
-
-
 @contextmanager
 def loading() -> Iterator[None]:
     """Import what a command needs in this context: a process starts in two thirds of the time.

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_gpipe.commands.base import Parser, check_path, loading, run_with_options
+from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.sources import is_here
 
 if TYPE_CHECKING:
     from hf_gpipe.adapters.text import TextAdapter
@@ -36,7 +37,7 @@ def _parser() -> Parser:
 
 def _check(options: argparse.Namespace) -> int:
     if not options.model.endswith((".yaml", ".yml")):
-        check_path(options.model)
+        is_here(options.model)
     with loading():
         import transformers
 

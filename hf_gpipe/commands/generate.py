@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from hf_gpipe.commands.base import Parser, check_path, loading, run_with_options
+from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UserError, check_count
+from hf_gpipe.sources import is_here
 
 DESCRIPTION = """\
 Generate with a checkpoint, in stages. The text is the user's turn of a chat if the tokenizer has a chat template, and
@@ -53,7 +54,7 @@ def _parser() -> Parser:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    check_path(args.model)
+    is_here(args.model)
     with loading():
         import torch
 

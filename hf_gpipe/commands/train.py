@@ -45,7 +45,7 @@ second signal it exits at once.
 examples:
   hf-gpipe train recipes/quickstart.yaml
   hf-gpipe train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
-  hf-gpipe train recipes/causal/lora.yaml data.path=chats.jsonl model.path=Qwen/Qwen2.5-7B-Instruct
+  hf-gpipe train recipes/causal/lora.yaml data.path=chats.jsonl model.path=Qwen/Qwen2.5-14B-Instruct
   hf-gpipe train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
   torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
 

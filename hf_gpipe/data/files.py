@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hf_gpipe.data.translation.fields import PLACEHOLDER
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe import DataSection
-from hf_gpipe.settings.kinds import ROW_LENGTH_KINDS, SEQUENCE_KINDS
+from hf_gpipe.recipe.data import PATHS
+from hf_gpipe.settings.kinds import ROW_KINDS, ROW_LENGTH_KINDS
+from hf_gpipe.sources import is_here
 
 #: So much of a file's beginning and end is compared between machines.
 _END_BYTES = 1 << 16
@@ -24,6 +26,7 @@ SUFFIXES = {
     "parallel": (),
     **dict.fromkeys(ROW_LENGTH_KINDS, (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")),
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
+    "images": (".parquet",),
 }
 
 
@@ -33,8 +36,7 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     Raises DataError if there are none.
     """
     try:
-        expanded = Path(path).expanduser()
-        files, is_directory = _found(expanded, kind), expanded.is_dir()
+        files, is_directory = _found(Path(path), kind), Path(path).is_dir()
     except (OSError, ValueError) as error:  # a name that no file can have
         raise DataError(f"{key}: there is no file {path!r} ({error}); correct the path") from error
     if is_directory and (held_out := held_out_beside_others(files)):
@@ -65,18 +67,35 @@ def held_out_beside_others(files: Sequence[Path]) -> list[Path]:
 
 
 def is_local(path: str, kind: str) -> bool:
-    """Whether `path` means files of this machine that have documents or conversations, there or not."""
+    """Whether `path` means files of this machine that have rows of a kind, there or not; otherwise it is a data set.
+
+    Raises DataError where it can be neither.
+    """
     if glob.has_magic(path) or path.endswith(SUFFIXES[kind]):
         return True
-    try:
-        place = Path(path).expanduser()
-        files = _found(place, kind) if place.is_dir() else []
-    except (OSError, ValueError):  # a name that no file can have
+    if not _is_here(path):
         return False
+    files = _found(place := Path(path), kind)
     # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
     # nothing.
     has_splits = bool(held_out_beside_others(files)) and not any(".txt" in file.name for file in files)
     return place.is_file() or (bool(files) and not has_splits)
+
+
+def check_data_set(path: str, kind: str) -> None:
+    """Raise DataError where `path` is neither a directory nor an id on the Hub, which `datasets` would take it for."""
+    if _is_here(path) and not Path(path).is_dir():
+        kinds = ", or name the kind of its rows, such as data.kind=chat or, for pairs, data.kind=jsonl"
+        raise DataError(
+            f"data.path: {path} is a file, and data.kind is {kind}; give {PATHS[kind]}{kinds if kind == 'hub' else ''}"
+        )
+
+
+def _is_here(path: str) -> bool:
+    try:
+        return is_here(path)
+    except UserError as error:
+        raise DataError(f"data.path: {error}") from None
 
 
 def _found(path: Path, kind: str) -> list[Path]:
@@ -98,24 +117,21 @@ def paired(sources: list[Path], targets: list[Path]) -> dict[Path, Path]:
 
 
 def check_files(data: DataSection) -> None:
-    """Raise DataError if the files or the directory of pairs do not exist; reads none of them."""
+    """Raise DataError where the path of a corpus leads nowhere; nothing is read, and the Hub is not asked."""
     if data.chat_template is not None:
         read_template(data.chat_template)
-    if data.kind in ("cldr", "images", *SEQUENCE_KINDS):
-        return
-    path = str(data.path)
-    if data.kind == "hub":
-        is_a_directory = Path(path).is_absolute() or path.startswith((".", "~"))
-        if is_a_directory and PLACEHOLDER not in path and not Path(path).is_dir():
-            raise DataError(f"data.path: there is no directory {path} (looked in {Path.cwd()}); correct the path")
+    if data.kind == "cldr":
         return
     for key, name in _paths(data):
-        try:
-            files_of(name, data.kind, key)
-        except DataError as error:
-            if data.made_by is None:
-                raise
-            raise DataError(f"{error}, or make the file: {data.made_by}") from error
+        if data.kind == "hub":
+            check_data_set(name, data.kind)
+        elif data.kind in ROW_KINDS or is_local(name, data.kind):
+            try:
+                files_of(name, data.kind, key)
+            except DataError as error:
+                if data.made_by is None:
+                    raise
+                raise DataError(f"{error}, or make the file: {data.made_by}") from error
 
 
 def _paths(data: DataSection) -> Iterator[tuple[str, str]]:
@@ -152,7 +168,7 @@ def digest_of_files(data: DataSection) -> str:
 def read_template(path: str) -> str:
     """The chat template in a file. Raises DataError if it cannot be read."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DataError(
             f"data.chat_template: {path} cannot be read ({error}; looked in {Path.cwd()}); give a file with a Jinja "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
 
 from hf_gpipe.data.deterministic import SPLITS, stable_random
+from hf_gpipe.data.files import check_data_set
 from hf_gpipe.data.formats import Row
 from hf_gpipe.data.translation.fields import PLACEHOLDER, PairFields
 from hf_gpipe.data.translation.sources import Part, Rows, check_count, languages_of_parts
@@ -39,6 +41,7 @@ def hub_parts(data: DataSection, fields: PairFields) -> list[Part]:
     parts = []
     for language in languages_of_parts(data.kind, languages, fields, in_names=in_names, key="data.subset"):
         own_path = path.replace(PLACEHOLDER, language or "")
+        check_data_set(own_path, data.kind)
         parts.append(hub_part(own_path, subset, data.revision, language, streaming=data.streaming))
     return parts
 
@@ -190,13 +193,14 @@ class HubRows:
 def asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
     """Call the library and return its result; raise DataError in place of any of its errors."""
     name = f"{path}, subset {subset!r}" if subset else path
+    absent = "" if os.path.exists(path) else f" (and {os.getcwd()} has no such file or directory)"
     were_disabled = datasets.are_progress_bars_disabled()
     try:
         datasets.disable_progress_bars()
         return ask()
     except Exception as error:  # of a data set's files and of the network the library raises many classes
         raise DataError(
-            f"data.path: no data set can be read at {name}: {one_line(str(error) or type(error).__name__, 300)}"
+            f"data.path: no data set can be read at {name}{absent}: {one_line(str(error) or type(error).__name__, 300)}"
         ) from error
     finally:
         if not were_disabled:

@@ -18,6 +18,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 
+from hf_gpipe.data.files import check_data_set
 from hf_gpipe.data.hub import asked, without_media
 from hf_gpipe.data.splits import split_beside
 from hf_gpipe.errors import DataError
@@ -38,6 +39,7 @@ def splits_with_images(data: DataSection) -> Any:
     if _is_of_tables(path):
         source, options = "parquet", {"data_files": sorted(glob.glob(path)) or path}
     else:
+        check_data_set(path, data.kind)
         source, options = path, {"name": data.subset, "revision": data.revision}
     splits = asked(path, None, lambda: datasets.load_dataset(source, **options))
     if "train" not in splits:

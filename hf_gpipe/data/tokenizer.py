@@ -25,6 +25,7 @@ from hf_gpipe.data.splits import MAX_TOKENIZER_EXAMPLES, Corpus
 from hf_gpipe.data.store import cached, fingerprint
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import TokenizerSection
+from hf_gpipe.sources import is_here
 
 PAD, EOS, UNK, BOS = "<pad>", "</s>", "<unk>", "<s>"
 SPECIAL_TOKENS = (PAD, EOS, UNK, BOS)  # their ids are 0, 1, 2, 3
@@ -52,6 +53,7 @@ def _matching(directory: str | Path, patterns: Sequence[str]) -> Iterator[Path]:
 def read_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hub id or directory. Raises DataError where there is none that can be read."""
     try:
+        is_here(source)
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(source), trust_remote_code=trust_remote_code
         )

@@ -34,9 +34,9 @@ def _tokenizer(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None) -> 
         try:
             tokenizer = read_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code)
         except DataError:
-            # A directory with weights alone has no tokenizer: one is trained.
+            # A directory with weights alone has no tokenizer: one is trained. Of an id on the Hub nobody can tell.
             is_expected = checkpoint is not None or recipe.tokenizer.path is not None
-            if is_expected or has_tokenizer(source):
+            if is_expected or not Path(source).is_dir() or has_tokenizer(source):
                 raise
         else:
             if checkpoint is None:

@@ -30,6 +30,7 @@ from hf_gpipe.settings.section import (
     Count,
     Fraction,
     NotNegative,
+    Place,
     Text,
     one_of,
     refuse_given,
@@ -44,8 +45,8 @@ _FILES = {
     "images": "a directory of images, or .parquet",
     "image_text": ".parquet",
 }
-#: What the required path of a kind is.
-_PATHS = {
+#: What the required path of a kind is, in words.
+PATHS = {
     "jsonl": "the file, one JSON object per line",
     "csv": "the file, whose first line names the columns",
     "parquet": "the file",
@@ -132,7 +133,7 @@ class DataSection:
     power_law_exponent: Annotated[NotNegative, CLDR] = 0.0
     """Exponent of the power law by which the sizes of the languages fall; 0: all are equal."""
 
-    path: Annotated[Text | None, READ] = None
+    path: Annotated[Place | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
     gzipped. hub, text, chat, preferences, kto, rewards, process_rewards, classification, embeddings, prompts: id or
     directory of a data set. images: a directory that has a directory of images for each class, .parquet files, or the
@@ -141,7 +142,7 @@ class DataSection:
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROW_KINDS] = None
     """Command that makes the file at `path`; an error names the command if the file is not there."""
 
-    target_path: Annotated[Text | None, ("parallel",)] = None
+    target_path: Annotated[Place | None, ("parallel",)] = None
     """Like `path`, for the files with the targets; required."""
 
     delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, ("csv",)] = None
@@ -204,7 +205,7 @@ class DataSection:
     last_step_only: Annotated[bool, STEPS] = False
     """Whether only the label of the last step is learnt, instead of the labels of all steps."""
 
-    chat_template: Annotated[Text | None, MESSAGE_KINDS] = None
+    chat_template: Annotated[Place | None, MESSAGE_KINDS] = None
     """File with a Jinja chat template, which is used and saved in place of the tokenizer's own; null: the tokenizer's
     own."""
 
@@ -248,8 +249,8 @@ class DataSection:
                 f"validation_fraction {self.validation_fraction} and test_fraction {self.test_fraction} leave nothing "
                 "to train on; their sum must be below 1."
             )
-        if self.path is None and self.kind in _PATHS:
-            raise DataError(f"path is missing and kind is {self.kind}; give {_PATHS[self.kind]}.")
+        if self.path is None and self.kind in PATHS:
+            raise DataError(f"path is missing and kind is {self.kind}; give {PATHS[self.kind]}.")
         if self.kind == "parallel" and self.target_path is None:
             raise DataError(
                 "target_path is missing and kind is parallel; give the file with the translations of the lines of path."

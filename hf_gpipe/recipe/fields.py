@@ -29,6 +29,7 @@ from hf_gpipe.settings.section import (
     CountOrZero,
     Fraction,
     Key,
+    Place,
     Text,
     keys_of,
     refuse_given,
@@ -40,7 +41,7 @@ from hf_gpipe.settings.section import (
 class ModelSection:
     """The transformers model to train, pretrained or new."""
 
-    path: Text | None = None
+    path: Place | None = None
     """Hub id or directory whose weights are loaded; null: a new model is initialised from `config`."""
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class LoraSection:
     modules_to_save: list[Text] = field(default_factory=list)
     """Names of modules that are trained whole beside the matrices, such as [embed_tokens, lm_head]."""
 
-    path: Text | None = None
+    path: Place | None = None
     """A directory with saved adapters of the model at `model.path`, in peft's format, that are trained further. They
     bring the settings of all other keys of this section."""
 
@@ -140,7 +141,7 @@ class LoraSection:
 class TokenizerSection:
     """The tokenizer, loaded, or trained on the corpus as the other keys say."""
 
-    path: Text | None = None
+    path: Place | None = None
     """Hub id or directory to load from; null: the tokenizer of `model.path`, or, without one, a tokenizer that is
     trained on the corpus."""
 

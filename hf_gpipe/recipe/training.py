@@ -17,6 +17,7 @@ from hf_gpipe.settings.section import (
     CountOrZero,
     Fraction,
     NotNegative,
+    Place,
     Positive,
     Text,
     one_of,
@@ -68,7 +69,7 @@ class TrainingMeaning:
 class TrainingSection(TrainingMeaning):
     """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""
 
-    output_dir: Annotated[Text, MAY_CHANGE]
+    output_dir: Annotated[Place, MAY_CHANGE]
     """Directory for the trained model, checkpoints, metrics and the resolved recipe."""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0

@@ -10,8 +10,8 @@ from hf_gpipe.settings.kinds import PAIRS
 from hf_gpipe.settings.section import (
     Count,
     NotNegative,
+    Place,
     Positive,
-    Text,
     keys_of,
     refuse_given,
     section,
@@ -210,7 +210,7 @@ class GRPOSection:
 class DistillationSection:
     """A teacher whose token probabilities the model learns; keys as in TRL's GKDConfig."""
 
-    teacher: Text | None = None
+    teacher: Place | None = None
     """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: no teacher. The teacher
     is cut into as many stages, keeps the data type of its checkpoint, and runs only forwards."""
 
@@ -218,7 +218,7 @@ class DistillationSection:
     """The form to which the teacher's weights are quantised while they are loaded, as with `model.quantization`; null:
     as in its checkpoint."""
 
-    top_k_file: Text | None = None
+    top_k_file: Place | None = None
     """File with the teacher's most likely tokens for all rows, which replaces the teacher; `scripts/write_teacher.py`
     writes it. All other tokens together count as one token. null: the teacher runs beside the model."""
 

@@ -7,13 +7,14 @@ tuple of their names, and whether a resumed run may change it.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from pydantic_core import core_schema
 
@@ -22,6 +23,8 @@ from hf_gpipe.settings.words import choices, describe
 from hf_gpipe.text import show
 
 Text = Annotated[str, Field(pattern=r"\S")]
+Place = Annotated[Text, AfterValidator(os.path.expanduser)]
+"""A path, in which ~ is the user's home, or an id on the Hub."""
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import UserError
+from hf_gpipe.sources import is_here
 
 RewardFunction = Callable[..., Sequence[float | None]]
 """(prompts=, completions=, completion_ids=, trainer_state=, and each other column of the rows) -> the reward of each
@@ -84,6 +85,7 @@ class _RewardModel:
         self.__name__ = _name_of(model)
         if isinstance(model, str):
             try:
+                is_here(model)
                 path, options = model, {"num_labels": 1, "output_loading_info": True}
                 model, report = AutoModelForSequenceClassification.from_pretrained(path, **options)
             except (OSError, ValueError, RuntimeError) as error:

@@ -19,6 +19,7 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.generation import check_generates
+from hf_gpipe.sources import is_here
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 
@@ -164,6 +165,7 @@ def generation_config_of(source: str | GenerationConfig) -> GenerationConfig:
     try:
         if path.is_file():
             return GenerationConfig.from_pretrained(str(path.parent), path.name)
+        is_here(source)
         return GenerationConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise UserError(f"generation_config={source!r}: no configuration of generation can be read: {error}") from error

@@ -134,7 +134,7 @@ def test_languages_with_too_few_rows_are_told(tmp_path, caplog):
         ({"language_field": "lang"}, "only one of them can say"),
         ({"streaming": True, "max_examples": 5}, "a stream has no end"),
         ({"streaming": True, "counts": {"xx": 5}}, "counts: 'xx' is none of the languages"),
-        ({"path": "/nowhere/at/all"}, "no data set can be read at /nowhere/at/all"),
+        ({"path": "/nowhere/at/all"}, r"data\.path: there is no directory /nowhere/at/all \(looked in "),
     ],
 )
 def test_what_cannot_be_read_is_refused(opus, options, message):

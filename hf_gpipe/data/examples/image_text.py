@@ -21,6 +21,7 @@ from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_wit
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError, UserError, listed, one_line
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.sources import is_here
 
 #: Rows that are looked at for the longest: the images of each are prepared.
 _SAMPLE = 64
@@ -260,6 +261,7 @@ def _filled(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
 def read_processor(source: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The processor of a directory or Hub id, whose images PIL prepares. Raises DataError where there is none."""
     try:
+        is_here(source)
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, backend="pil")
     except Exception as error:  # the library raises whatever a broken file, or a missing one, makes it do
         raise DataError(f"there is no processor at {str(source)!r}: {one_line(str(error), 300)}") from error

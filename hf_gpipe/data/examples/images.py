@@ -19,6 +19,7 @@ from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError, UserError, listed, nearest, one_line
 from hf_gpipe.libraries.transformers import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.sources import is_here
 
 Augment = Callable[[Any], Any]
 
@@ -176,6 +177,7 @@ def image_processor(source: str | Path | None, config: PreTrainedConfig, image_s
     """
     try:
         if source is not None:
+            is_here(source)
             read = AutoImageProcessor.from_pretrained(source, backend="pil")
             return read if image_size is None else type(read)(**{**read.to_dict(), **_sizes(read, image_size)})
         names = IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]
