@@ -28,9 +28,8 @@ _MODELS = {
     "causal/lora": "7b",
     "causal/qlora": "7b",
     "causal/offload": "3b",
-    **{
-        f"causal/{name}": "1.5b" for name in ("chat", "classify", "distil", "dpo", "finetune", "kto", "reward", "steps")
-    },
+    "translation/decoder-only": "1.5b",
+    **{f"causal/{name}": "1.5b" for name in ("chat", "classify", "distil", "dpo", "kto", "reward", "steps")},
 }
 #: Recipes whose configuration is on a hub alone.
 ABSENT = ("causal/embeddings", "images/questions")
