@@ -319,6 +319,25 @@ def test_it_trains_once_it_is_small(
 
 
 @pytest.mark.usefixtures("no_prediction")
+def test_the_step_that_a_run_measures_is_of_a_whole_mini_batch(
+    data: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first mini-batch was measured, which by length may be the one of the rows that are left over."""
+    measured, measure = list[int](), job.measure_step
+
+    def noting(pipe: Any, batches: Any, **options: Any) -> Any:
+        measured.append(len(batches[0]["labels"]))
+        return measure(pipe, batches, **options)
+
+    monkeypatch.setattr(job, "measure_step", noting)
+    path = REPOSITORY / "recipes/causal/chat.yaml"
+    for seed in range(2):
+        words = [f"training.output_dir={tmp_path / str(seed)}", f"training.seed={seed}", "training.max_steps=1"]
+        job.run(load_recipe(path, [*tiny(path, data, models), *words, "training.batch_size=20"]), Job.current())
+    assert measured == [20, 20]
+
+
+@pytest.mark.usefixtures("no_prediction")
 def test_a_teacher_s_file_in_place_of_the_teacher(data: Path, models: Path, tmp_path: Path) -> None:
     path, file = REPOSITORY / "recipes/causal/distil.yaml", tmp_path / "top.safetensors"
     words = tiny(path, data, models)

@@ -24,8 +24,8 @@ class Speed:
         training_seconds: that they took, without evaluations and checkpoints. A run that was resumed between two lines
             does not know how long its updates from the line to the checkpoint took; they are missing here.
         tokens_per_second: of sources and targets, without padding; None where there is no line, or no token.
-        seconds_per_step: the median over the lines of their mean, which a first slow step does not change much; None
-            where there is no line.
+        seconds_per_step: the median over the lines of their mean, which a first slow step does not change much. A last
+            line of fewer steps does not count: it may be of rows that an epoch leaves over. None where there is no line.
     """
 
     num_steps: int
@@ -45,6 +45,8 @@ class Speed:
         has_tokens = all("tokens_per_second" in line for line in lines)
         tokens = sum(line.get("tokens_per_second", 0) * line["training_seconds"] for line in lines)
         means = [line["training_seconds"] / count for line, count in zip(lines, steps, strict=True)]
+        if steps[-1] < max(steps):
+            del means[-1]
         return cls(sum(steps), seconds, tokens / seconds if has_tokens else None, median(means))
 
 

@@ -105,7 +105,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     report = task.evaluate(recipe, pipe, tokenizer, corpus)
     job.note("measuring a step")
     batches = trainer.train_batches()
-    batch = trainer.prepared(share([next(batches.epoch(0))] if batches is not None else None, world))
+    batch = trainer.prepared(share([batches.whole()] if batches is not None else None, world))
     measured, predicted = _measured(trainer, batch)
     if world.is_main:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,11 @@ class MiniBatches:
         if self.workers is None:
             return (load[number] for number in numbers)
         return iter(DataLoader(load, batch_size=None, sampler=numbers, **self.workers))
+
+    def whole(self) -> Batch:
+        """A mini-batch of the first epoch that has all of its rows, of which one of an epoch may have fewer."""
+        first = list(islice(self.epoch(0), 2))
+        return max(first, key=lambda batch: len(batch["labels"])) if self.size.known_rows else first[0]
 
     def place(self, number: int) -> dict[str, Any] | None:
         """The place of mini-batch `number` in the epoch being read, for `epoch` of another run, as JSON values.

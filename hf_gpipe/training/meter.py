@@ -31,19 +31,23 @@ class Meter:
 
     def __init__(self, pipe: Pipeline, timeline_steps: int | None = None) -> None:
         self._pipe = pipe
-        self._timeline_steps = timeline_steps
+        self._timeline_steps, self._is_due = timeline_steps, False
         self._restart()
 
-    def times(self, step: int, num_steps: int = 1) -> list[ActionTime] | None:
+    def times(self, step: int, num_steps: int = 1, *, is_whole: bool = True) -> list[ActionTime] | None:
         """The list in which the executor notes the actions of an update or a window; None: it is not timed.
 
         Args:
             step: the number of the update, or of the first update of the window, counted from 1.
             num_steps: the number of updates of the window. It is timed if any of its updates is.
+            is_whole: whether its mini-batches have all of their rows; if not, the next one that has is timed.
         """
-        every = self._timeline_steps
-        if every is None or (step + num_steps - 1) // every == (step - 1) // every:
+        if (every := self._timeline_steps) is None:
             return None
+        self._is_due |= (step + num_steps - 1) // every > (step - 1) // every
+        if not (self._is_due and is_whole):
+            return None
+        self._is_due = False
         self._timed.append([])
         return self._timed[-1]
 

@@ -65,6 +65,8 @@ class Updates:
         #: (loss, norm, learning rate) of each step of the last window.
         self._window: list[tuple[float, float, float]] = []
         self._has_warned = False
+        #: Of any step so far.
+        self._most_rows = 0
         self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
         #: The answer of all processes, whose tables must be the same.
         self._is_beside = are_beside(trainer)
@@ -79,14 +81,21 @@ class Updates:
         """Make an update from one or more mini-batches, or the updates of a window under an asynchronous schedule."""
         self._scale_loss()
         step = self._trainer.state.global_step + 1
-        times = self._logs.meter.times(step, len(window))
-        if times is None:
+        is_whole = self._is_whole(window)
+        times = self._logs.meter.times(step, len(window), is_whole=is_whole)
+        if times is None and is_whole:
             times = self._slow_machines.times(len(window))
         if self._pipe.is_asynchronous:
             self._run_window(window, times)
         else:
             self._run_step(step, window[0], times)
         self._slow_machines.count(len(window), times)
+
+    def _is_whole(self, window: Sequence[Sequence[Batch]]) -> bool:
+        """Whether no step before had more rows: what is left over at the end of an epoch tells nothing of the speed."""
+        rows = min(sum(len(batch["labels"]) for batch in group) for group in window)
+        self._most_rows = max(self._most_rows, rows)
+        return rows == self._most_rows or self._args.size.known_rows is None
 
     def note_step_of_window(self, number: int, num_mini_batches: int) -> None:
         """Note the loss, the norm of the gradient and the rate of a step of the window that has run."""

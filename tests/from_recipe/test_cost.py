@@ -28,6 +28,13 @@ def test_speed_counts_every_line_by_its_time_and_not_the_evaluations() -> None:
     assert speed.seconds_per_step == 2.0, "the median of 4, 1 and 2: the slow first step does not count"
 
 
+def test_a_short_last_line_does_not_count() -> None:
+    """The one step of the last line, with the rows that the epoch left over, changed the seconds of a step by half."""
+    log = [line(20, 100.0, 40.0), line(21, 100.0, 0.2)]
+    assert Speed.of_log(log).seconds_per_step == 2.0
+    assert Speed.of_log(log).num_steps == 21
+
+
 def test_without_a_line_nothing_is_known() -> None:
     assert Speed.of_log([{"step": 1, "loss": 2.0}]) == Speed(0, 0.0, None, None)
 

@@ -98,6 +98,17 @@ def test_every_epoch_has_as_many_mini_batches_of_about_as_many_tokens(order: str
     assert batches.count() == pytest.approx(sum(sums) / 40, abs=1)
 
 
+@pytest.mark.parametrize("dataset", [Rows(9), Stream(9)], ids=["rows", "stream"])
+@pytest.mark.parametrize("order", ["sequential", *STRATEGIES])
+def test_a_whole_mini_batch_comes_before_the_rows_that_are_left_over(order: str, dataset: Any) -> None:
+    """The first mini-batch was the one measured. By length their order is random, and it may have the left-over row."""
+    made = [MiniBatches(dataset, COLLATE, BatchSize(4), order, seed=seed) for seed in range(8)]
+    assert {len(batches.whole()["labels"]) for batches in made} == {4}
+    first = {len(next(batches.epoch(0))["labels"]) for batches in made}
+    assert first == ({1, 4} if order == "group_by_length" else {4})
+    assert len(MiniBatches(dataset, COLLATE, BatchSize(20), order).whole()["labels"]) == 9
+
+
 @pytest.mark.parametrize("order", STRATEGIES)
 def test_a_small_language_comes_more_often(order: str) -> None:
     dataset = OfLanguages(60)

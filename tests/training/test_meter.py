@@ -53,6 +53,12 @@ def test_only_the_updates_asked_for_are_timed() -> None:
     assert [meter(6).times(first, 4) is not None for first in (1, 5, 9)] == [False, True, True]
 
 
+def test_an_update_of_left_over_rows_is_not_timed() -> None:
+    """The last update of each epoch was the one timed, where `timeline_steps` is the number of updates of an epoch."""
+    one = meter(3)
+    assert [step for step in range(1, 9) if one.times(step, is_whole=step % 3 > 0) is not None] == [4, 7]
+
+
 def test_the_bubble_is_the_waiting_of_the_timed_updates() -> None:
     one = meter(2)
     times = one.times(2)
@@ -87,6 +93,20 @@ def test_the_logs_of_a_training_are_the_same_in_every_process(tmp_path: Path) ->
     assert [logs["seconds_left"] > 0 for logs in first] == [True, True, False]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["bubble"] for line in lines if "bubble" in line] == [first[1]["bubble"]]
+
+
+def _steps_with_a_bubble(folder: str) -> list[int]:
+    recorder = Recorder()
+    options = {"max_steps": 6, "timeline_steps": 3, "num_stages": 2, "num_micro_batches": 2}
+    trainer(Path(folder), callbacks=[recorder], train_dataset=Rows(10), **options).train()
+    return [
+        number for number, logs in enumerate((one for one in recorder.logs if "loss" in one), 1) if "bubble" in logs
+    ]
+
+
+def test_the_bubble_is_of_whole_mini_batches(tmp_path: Path) -> None:
+    """Steps 3 and 6 have the two rows that epochs of ten leave over, and were those that the bubble was of."""
+    assert run_gloo(_steps_with_a_bubble, 2, str(tmp_path)) == [[4], [4]]
 
 
 def test_the_progress_line_has_the_time_left_and_the_memory_of_each_stage() -> None:
