@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strict_json",),
     ("registry",),
     ("sources",),
+    ("progress",),
     ("libraries",),
     ("job",),
     ("schedule",),
@@ -49,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json", "sources")
+WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json", "sources", "progress")
 HEAVY = {"torch", "transformers"}
 #: The first has what modules of divided layers need, and what divides them; modules beside the second read its fields.
 NOT_FOLDED = ("adapters.tensor_parallel", "data.translation")

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_gpipe import strict_json
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.libraries.huggingface_hub import Download
 from hf_gpipe.libraries.transformers import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 #: The first letters of safetensors' types of whole numbers, and of types that weights have in a quantisation alone.
@@ -158,7 +159,7 @@ def _is_index(file: Path) -> bool:
 
 def _cached(path: str | os.PathLike[str], file: str, **options: Any) -> Path | None:
     try:
-        found = cached_file(str(path), file, **options)
+        found = cached_file(str(path), file, tqdm_class=Download, **options)
     except OSError as error:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
     return None if found is None else Path(found)

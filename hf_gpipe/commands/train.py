@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if num_processes > _FEW_PROCESSES:
             from hf_gpipe.from_recipe.job import check_recipe
 
+            _hide_bars()
             check_recipe(recipe)
         from hf_gpipe.job.launch import launch
         from hf_gpipe.job.signals import StopSignal
@@ -122,6 +123,7 @@ def _work(recipe: Recipe) -> int:
             from hf_gpipe.from_recipe.job import run
             from hf_gpipe.training.stopping import TrainingStopped
 
+        _hide_bars()
         job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
         code = 0
         try:
@@ -234,13 +236,16 @@ def _settings(recipe: Recipe) -> dict[str, str]:
     return {key: repr(value) for key, value in values.items() if key not in own}
 
 
+def _hide_bars() -> None:
+    """Turn off the libraries' bars, which every process would show for every small file. Downloads have their own."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+
+
 def _be_quiet() -> None:
     """Silence other packages on the terminal. Must be called before torch and transformers are imported."""
-    for name, value in {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }.items():
+    for name, value in {"TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore")
     # What this package has to tell goes to stderr; other packages' messages do not.

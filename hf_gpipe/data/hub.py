@@ -17,6 +17,7 @@ from hf_gpipe.data.translation.fields import PLACEHOLDER, PairFields
 from hf_gpipe.data.translation.sources import Part, Rows, check_count, languages_of_parts
 from hf_gpipe.errors import DataError, listed, nearest, one_line
 from hf_gpipe.libraries.datasets import fingerprint_of
+from hf_gpipe.libraries.huggingface_hub import showing_downloads
 from hf_gpipe.recipe import DataSection
 
 
@@ -197,7 +198,8 @@ def asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
     were_disabled = datasets.are_progress_bars_disabled()
     try:
         datasets.disable_progress_bars()
-        return ask()
+        with showing_downloads():
+            return ask()
     except Exception as error:  # of a data set's files and of the network the library raises many classes
         raise DataError(
             f"data.path: no data set can be read at {name}{absent}: {one_line(str(error) or type(error).__name__, 300)}"

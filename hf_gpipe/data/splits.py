@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from hf_gpipe.data.deterministic import SPLITS, split_of, stable_random
 from hf_gpipe.data.files import SUFFIXES, files_of, is_local
 from hf_gpipe.data.formats import Row, rows_of_file
-from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import DataError
+from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
 
 Item = TypeVar("Item")

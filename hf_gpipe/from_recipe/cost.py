@@ -25,7 +25,8 @@ class Speed:
             does not know how long its updates from the line to the checkpoint took; they are missing here.
         tokens_per_second: of sources and targets, without padding; None where there is no line, or no token.
         seconds_per_step: the median over the lines of their mean, which a first slow step does not change much. A last
-            line of fewer steps does not count: it may be of rows that an epoch leaves over. None where there is no line.
+            line of fewer steps does not count: it may be of rows that an epoch leaves over. None where there is no
+            line.
     """
 
     num_steps: int

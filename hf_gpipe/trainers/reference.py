@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.progress import progress
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.settings.losses import PreferencesSection

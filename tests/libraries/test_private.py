@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "hf_gpipe"
 LIBRARIES = (
     *("transformers", "torch", "accelerate", "peft", "bitsandbytes", "datasets", "tokenizers", "safetensors"),
-    "liger_kernel",
+    *("liger_kernel", "huggingface_hub"),
 )
 #: The modules of these libraries whose pages document what the package imports from them.
 DOCUMENTED = {

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.examples.rows import Read, ReadRow
-from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import BATCH_ROWS, cached_table, fingerprint, in_blocks
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
+from hf_gpipe.progress import progress
 
 logger = logging.getLogger(__name__)
 

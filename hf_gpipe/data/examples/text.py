@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.fields import text_in
-from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, read_splits
 from hf_gpipe.data.store import in_blocks
 from hf_gpipe.errors import DataError
+from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
 
 

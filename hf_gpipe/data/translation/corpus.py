@@ -15,7 +15,6 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.deterministic import SPLITS, split_of, stable_fraction
-from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, check_training, held_out_of
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.data.translation.cldr import cldr_corpus
@@ -31,6 +30,7 @@ from hf_gpipe.data.translation.reader import PairReader, tags_of, warn_of_few
 from hf_gpipe.data.translation.sources import Part, file_parts
 from hf_gpipe.data.translation.stream import streamed_corpus
 from hf_gpipe.errors import DataError
+from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from typing import Any
 
 from hf_gpipe.data.deterministic import split_of, stable_fraction, stable_random
 from hf_gpipe.data.formats import Row
-from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, held_out_of
 from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.translation.pairs import Pair, language_tag, texts_of
@@ -25,6 +24,7 @@ from hf_gpipe.data.translation.reader import PairReader, tags_of, warn_of_few
 from hf_gpipe.data.translation.sampling import language_probabilities
 from hf_gpipe.data.translation.sources import Part, Rows, counts_of
 from hf_gpipe.errors import CheckpointError, DataError
+from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
 
 #: Held-out pairs of a language in each split, where the recipe does not say how many.

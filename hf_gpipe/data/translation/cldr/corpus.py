@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, split_beside
 from hf_gpipe.data.translation.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
@@ -19,6 +18,7 @@ from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
 from hf_gpipe.data.translation.pairs import ENGLISH as ENGLISH_CODE
 from hf_gpipe.data.translation.pairs import Pair, language_tag, tagged, texts_of
 from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)
