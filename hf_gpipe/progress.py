@@ -14,7 +14,7 @@ T = TypeVar("T")
 _TERMINAL, _ELSEWHERE = (2.0, 0.1), (10.0, 10.0)
 
 
-class Progress(tqdm):  # type: ignore[type-arg]  # its stubs alone know what it iterates over
+class Progress(tqdm):
     """A bar of tqdm on stderr; short work shows nothing. Where stderr is no terminal, each update is a line."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
