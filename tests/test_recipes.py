@@ -23,8 +23,8 @@ from hf_gpipe.from_recipe import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
-from hf_gpipe.settings.kinds import CLASSIFIER_KINDS, PAIRED_KINDS
+from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.settings.kinds import CLASSIFIER_KINDS, PAIRED_KINDS, SEQUENCE_KINDS
 from scripts.write_teacher import main as write_teacher
 from tests.data import hub_directories, multilingual
 

@@ -116,7 +116,8 @@ class MiniBatches:
     def whole(self) -> Batch:
         """A mini-batch of the first epoch that has all of its rows, of which one of an epoch may have fewer."""
         first = list(islice(self.epoch(0), 2))
-        return max(first, key=lambda batch: len(batch["labels"])) if self.size.known_rows else first[0]
+        # Prompts have no labels before they are answered.
+        return max(first, key=lambda batch: len(next(iter(batch.values())))) if self.size.known_rows else first[0]
 
     def place(self, number: int) -> dict[str, Any] | None:
         """The place of mini-batch `number` in the epoch being read, for `epoch` of another run, as JSON values.
