@@ -10,7 +10,6 @@ from hf_gpipe.schedule import DIVIDED_HEAD as DIVIDED_HEAD_SCHEDULES
 from hf_gpipe.settings.mode import ASYNCHRONOUS, AUTO, COMPARED_ROWS, DIVIDED_HEAD, RUN, TEACHER, Keys, Mode
 from hf_gpipe.settings.section import Text, refuse_given
 
-
 _TEACHER = "there is a teacher and schedule is {schedule}, which do not go together; use 1f1b"
 
 
