@@ -114,7 +114,7 @@ def test_one_that_does_not_says_what_would(recipe: str, capsys: pytest.CaptureFi
     assert main([recipe, "--memory", "17MiB", "training.batch_size=16"]) == 1
     out = capsys.readouterr().out
     assert "verdict     does not fit: " in out
-    assert " fits: " in out
+    assert re.search(r"num_micro_batches=\d+ fits:\s", out)
 
 
 def test_a_pretrained_model_that_does_not_fit_is_told_what_adapters_need(

@@ -115,7 +115,7 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
             "pipeline.recompute=stages",
             "'none', 'block', 'stage', 'host' or a whole number of at least 1 or null; did you mean 'stage'?",
         ),
-        ("pipeline.schedule=gpip", "did you mean 'gpipe'?"),
+        ("pipeline.schedule=gpip", "did you mean 'gpipe'"),
         ("pipeline.schedule=forward_only", "found 'forward_only' (a string), expected 'naive', 'gpipe'"),
         ("pipeline.partition=cout", "did you mean 'count'?"),
         ("pipeline.partition=[1, x]", "'profile', 'auto', a list, each entry a whole number of at least 1 or null"),
@@ -298,7 +298,7 @@ def test_an_error_made_in_python_is_as_clear() -> None:
     for wrong, message in (
         ({"num_stages": 0}, "num_stages: found 0 (a whole number), expected a whole number of at least 1"),
         ({"num_stage": 1}, "num_stage is not one of num_stages, "),
-        ({"schedule": "gpip"}, "did you mean 'gpipe'?"),
+        ({"schedule": "gpip"}, "did you mean 'gpipe'"),
         ({"recompute": ["stage", "x"]}, "recompute: found ['stage', 'x'] (a list), expected 'none', 'block'"),
         ({"memory": "80"}, "memory is '80', without a unit"),
     ):
