@@ -1,0 +1,116 @@
+"""A mode of your own is one folder: it changes tables, adds seconds and bytes to plans, and wraps actions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_gpipe.modes
+from hf_gpipe import Pipeline, registry
+from hf_gpipe.schedule import kinds
+from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+
+TABLE = '''
+from dataclasses import replace
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import BACKWARD, ActionKind, Resource, add_kind
+
+fields = {"resource": Resource.COPY_OUT, "needs": (BACKWARD,), "way": 0, "makes": "notes", "held_ticks": 1}
+NOTE = add_kind(ActionKind("N", "note", **fields))
+
+def apply(table, recompute):
+    """Each backward of a table of training is noted."""
+    if not table.is_training:
+        return table
+    row = lambda actions: tuple(
+        one for action in actions
+        for one in (action, *((Action(NOTE, action.stage, action.micro_batch),) if action.kind == BACKWARD else ()))
+    )
+    return replace(table, actions=tuple(map(row, table.actions)))
+'''
+COST = """
+from hf_gpipe.modes.noting.table import NOTE
+
+def seconds(layout):
+    return {NOTE: [1000.0] * len(layout.stages)}
+
+def amounts(sums, stage, of_graph):
+    return {"notes": {"activations": 0}}
+
+def host_amounts(sums, stage):
+    return {}
+"""
+RUNTIME = '''
+from hf_gpipe.modes.noting.table import NOTE
+from hf_gpipe.runtime.performing import Performed
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
+
+class State:
+    def __init__(self, rows):
+        self.seen, self.runs = [], 0
+    def prepare(self, schedule): ...
+    def begin(self):
+        self.runs += 1
+    def end(self, result): ...
+    def reset(self): ...
+
+def note(step, planned, received):
+    step.modes["noting"].seen.append(str(planned.action))
+    return {}
+
+PERFORMED = {NOTE: Performed(note)}
+
+def wrap(schedule, worker, action, performed):
+    """F and B are noted as they begin."""
+    if action.kind not in (FORWARD, BACKWARD):
+        return performed
+    def run(step, planned, received):
+        step.modes["noting"].seen.append(str(planned.action))
+        return performed.run(step, planned, received)
+    return performed._replace(run=run)
+'''
+
+
+@pytest.fixture
+def mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The mode "noting" in a folder that is none of the package's."""
+    folder = tmp_path / "noting"
+    folder.mkdir()
+    for name, text in (("__init__", ""), ("table", TABLE), ("cost", COST), ("runtime", RUNTIME)):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(hf_gpipe.modes, "__path__", [*hf_gpipe.modes.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "MODES", (*registry.MODES, "noting"))
+    registry.parts_of_modes.cache_clear()
+    yield
+    registry.parts_of_modes.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("hf_gpipe.modes.noting")]:
+        del sys.modules[name]
+    kinds.KINDS.pop("N", None)  # type: ignore[call-overload]  # a kind is its letter
+    kinds.needs_of.cache_clear()
+    kinds.awaited_by.cache_clear()
+
+
+@pytest.mark.usefixtures("mode")
+def test_a_mode_of_your_own_is_one_folder() -> None:
+    config = tiny_config("marian")
+    model, batch = plain_model(config), padded_batch(config)
+    pipe = Pipeline(model, 2, 3, "1f1b", "none", attn_implementation="eager")
+    assert_same(run_pipeline(pipe, batch), run_plain(model, batch, 3))
+    state = pipe.steps.executor.modes["noting"]
+    assert state.runs == 1
+    for stage in range(2):
+        for micro_batch in range(3):
+            order = [state.seen.index(f"{stage}{kind}{micro_batch}") for kind in "FBN"]
+            assert order == sorted(order)
+    assert len(state.seen) == 2 * 3 * 3
+    assert pipe.plan(batch).step_seconds >= 3 * 1000, "its seconds are in plans"
+
+
+def test_afterwards_it_is_gone() -> None:
+    config = tiny_config("marian")
+    pipe = Pipeline(plain_model(config), 2, 3, "1f1b", "none", attn_implementation="eager")
+    assert "N" not in pipe.schedule(3).kinds
+    assert "noting" not in pipe.steps.executor.modes
