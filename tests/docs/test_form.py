@@ -108,3 +108,18 @@ def test_messages_of_the_troubleshooting_are_the_codes() -> None:
         pieces = [" ".join(piece.split()).strip(" ,;:()") for piece in re.split(r"\.\.\.|error:|[\d]+", block.text)]
         found += [piece for piece in pieces if len(piece) > 12 and piece not in known and piece != "OutOfMemoryError"]
     assert found == []
+
+
+def test_the_changelog_is_grouped_as_keep_a_changelog_says() -> None:
+    """It was one list, in which nobody found what breaks. A version has each group once at most, in this order."""
+    changelog = next(page for page in PAGES if page.name == "CHANGELOG.md")
+    groups = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions: list[list[str]] = []
+    for _, line in changelog.prose:
+        if line.startswith("## "):
+            versions.append([])
+        elif line.startswith("### "):
+            versions[-1].append(line.removeprefix("### "))
+        elif line.startswith("* "):
+            assert versions[-1], f"a line stands in no group: {line}"
+    assert versions == [[group for group in groups if group in found] for found in versions]
