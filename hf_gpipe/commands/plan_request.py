@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.from_recipe.workload import plan_inputs
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.schedule import Schedule, recompute_under
 from hf_gpipe.schedule.placement import MOST_PLACES
@@ -143,6 +142,7 @@ class PlanRequest:
         """The planner of this request. Making it measures or traces the layers."""
         from hf_gpipe.from_recipe.checks import loss_of, verify_options, workload_of
         from hf_gpipe.from_recipe.model import teacher_of
+        from hf_gpipe.from_recipe.workload import plan_inputs
         from hf_gpipe.planner.costs.speeds import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.search.choose import micro_batch_counts
