@@ -174,10 +174,6 @@ def _cases() -> Iterator[tuple[str, ...]]:
         recipe = str(path.relative_to(ROOT / "recipes").with_suffix(""))
         if recipe in ABSENT:
             continue
-        if recipe == "causal/distil":  # with the recipe's rows, the layers of two models take minutes to trace
-            short = ("data.max_length=64", "training.batch_size=4", "pipeline.num_micro_batches=2")
-            yield (recipe, "pipeline.recompute=stage", "pipeline.partition=count", *short, "--device", "a100-80")
-            continue
         yield (recipe, "--device", "a100-80")
         yield (recipe, "--device", "rtx3090", "--memory", "16GiB")
         if "paper" in recipe or recipe in _MODELS:
