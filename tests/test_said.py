@@ -30,9 +30,11 @@ def said(*args: Any, trains: int = 0, **options: Any) -> list[str]:
 
 
 def test_the_planner_s_choice_is_shown_from_python() -> None:
-    """It was logged as information, which nobody sees who does not ask for it."""
+    """It was logged as information, which nobody sees who does not ask for it, and a peak of some MiB without a word
+    stood beside the half GiB of a process on a CPU."""
     (message,) = said(2, "auto", "gpipe", "stage", example=padded_batch(tiny_config("llama")))
     assert message.startswith("planner: num_micro_batches ")
+    assert message.endswith("; torch and other libraries take CPU memory beside it")
     assert said(2, 2) == []
 
 
