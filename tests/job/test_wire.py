@@ -217,7 +217,7 @@ def test_messages_between_processes() -> None:
         assert "test_wire._Runs cannot be sent" in found["unsendable"]
         assert "test_wire._Runs cannot be sent" in found["unsendable from 1"]
         assert "test_wire._Runs cannot be sent" in found["unsendable at first"]
-        assert found["of the main process"] == "of the reader"
+        assert found["of the main process"] == "of the main process"
     assert first["at first"] is None
     assert [one.tolist() for (one,) in second["at first"]] == [[0], []]
     assert "is not one of hf_gpipe's" in first["garbage"]
