@@ -78,7 +78,7 @@ def test_a_model_that_is_not_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     GraniteConfig().save_pretrained(tmp_path)
-    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    monkeypatch.setattr(stubs.PassThrough, "__call__", _loses_a_little)
     assert check.main([str(tmp_path)]) == 1
     assert "not exact: a tiny clone differs by" in capsys.readouterr().out
 
@@ -198,7 +198,7 @@ def test_an_unlisted_family_is_compared_before_a_pipeline_is_made(monkeypatch: p
     monkeypatch.setattr("hf_gpipe.adapters.EXACT", frozenset())
     Pipeline(config, 2)
     # What is lost between two stages must be seen.
-    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    monkeypatch.setattr(stubs.PassThrough, "__call__", _loses_a_little)
     with pytest.raises(UnsupportedModelError, match=r"'llama' is not supported: .* differs by"):
         Pipeline(config, 2)
 
@@ -307,7 +307,7 @@ def test_models_that_something_is_wrapped_around() -> None:
 
 
 def test_a_difference_of_float32_size_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    monkeypatch.setattr(stubs.PassThrough, "__call__", _loses_a_little)
     comparison = compare(LlamaConfig())
     assert comparison.dtype == torch.float64
     assert not comparison.is_exact
@@ -317,7 +317,7 @@ def test_logits_in_float32_have_a_tolerance_of_their_own(monkeypatch: pytest.Mon
     comparison = compare(MambaConfig())
     assert (comparison.dtype, comparison.loss_dtype) == (torch.float64, torch.float32)
     assert comparison.is_exact
-    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    monkeypatch.setattr(stubs.PassThrough, "__call__", _loses_a_little)
     assert not compare(MambaConfig()).is_exact
 
 

@@ -60,15 +60,13 @@ class PassThrough(nn.Module):
         self.port = port
         self.num_outputs = num_outputs
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = hidden_of(args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Without `forward`, and the hooks of `Module.__call__`: a stage of a deep model calls many of these in each
+        # action.
+        hidden = args[0] if args else hidden_of(args, kwargs)
         if self.port is not None:
             self.port.captured = hidden
         return hidden if self.num_outputs is None else (hidden, *[None] * (self.num_outputs - 1))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Without the hooks of `Module.__call__`: a stage of a deep model calls many of these in each action.
-        return self.forward(*args, **kwargs)
 
 
 class WholeSlices:
