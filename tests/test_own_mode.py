@@ -46,16 +46,15 @@ def host_amounts(sums, stage):
 RUNTIME = '''
 from hf_gpipe.modes.noting.table import NOTE
 from hf_gpipe.runtime.performing import Performed
+from hf_gpipe.runtime.step import ModeState
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 
-class State:
+class State(ModeState):
     def __init__(self, rows):
+        super().__init__(rows)
         self.seen, self.runs = [], 0
-    def prepare(self, schedule): ...
     def begin(self):
         self.runs += 1
-    def end(self, result): ...
-    def reset(self): ...
 
 def note(step, planned, received):
     step.modes["noting"].seen.append(str(planned.action))

@@ -12,8 +12,7 @@ mode has those that it needs:
              those of a graph
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
     runtime  what the executor calls:
-             State(rows), which actions find in `Step.modes` under the mode's name, with prepare(schedule), which is
-             called for each new table, begin() and end(result) of a run of it, and reset() after a failed run
+             State(rows), a `ModeState`, which actions find in `Step.modes` under the mode's name
              PERFORMED: {kind: Performed}
              wrap(schedule, worker, action, performed) -> how an action is performed
 """

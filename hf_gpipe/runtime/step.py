@@ -65,6 +65,29 @@ class Row:
     visits: VisitingWeights = field(default_factory=lambda: VisitingWeights({}))
 
 
+class ModeState:
+    """The state of a mode in an executor (`hf_gpipe.modes`). A mode overrides what it needs.
+
+    Args:
+        rows: the stages of each worker of this process.
+    """
+
+    def __init__(self, rows: Mapping[int, Row]) -> None:
+        self.rows = rows
+
+    def prepare(self, schedule: Schedule) -> None:
+        """Called for each new table."""
+
+    def begin(self) -> None:
+        """Called before each run of a table."""
+
+    def end(self, result: StepResult) -> None:
+        """Called after a run that has not failed."""
+
+    def reset(self) -> None:
+        """Drop what a failed run has left."""
+
+
 Sent = tuple[tuple[Channel, tuple[int, int]], ...]
 """The (channel, key) of each of several messages."""
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from hf_gpipe.modes.asynchronous.versions import Versions
 from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import Planned, Row, Run, Step, StepResult, Tensors
+from hf_gpipe.runtime.step import ModeState, Planned, Row, Run, Step, StepResult, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import ActionKind
 from hf_gpipe.schedule.table import Schedule
@@ -17,20 +17,16 @@ NAME = "asynchronous"
 PERFORMED: dict[ActionKind, Performed] = {}
 
 
-class State:
-    """The versions of the weights of each stage, while a table is asynchronous.
-
-    Args:
-        rows: the stages of each worker of this process.
-    """
+class State(ModeState):
+    """The versions of the weights of each stage, while a table is asynchronous."""
 
     def __init__(self, rows: Mapping[int, Row]) -> None:
-        self._rows = rows
+        super().__init__(rows)
         #: By stage; empty for a synchronous table.
         self.versions: dict[int, Versions] = {}
 
     def prepare(self, schedule: Schedule) -> None:
-        rows = self._rows.values() if schedule.is_asynchronous else ()
+        rows = self.rows.values() if schedule.is_asynchronous else ()
         stages = {number: stage for row in rows for number, stage in row.stages.items()}
         self.versions = {number: Versions(stage.model.parameters.values()) for number, stage in stages.items()}
 

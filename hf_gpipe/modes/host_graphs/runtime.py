@@ -9,7 +9,7 @@ import torch
 from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
 from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, is_away
 from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import Planned, Row, Run, Step, StepResult, Tensors
+from hf_gpipe.runtime.step import ModeState, Planned, Row, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, Held
 from hf_gpipe.schedule.table import Schedule
@@ -17,29 +17,16 @@ from hf_gpipe.schedule.table import Schedule
 NAME = "host_graphs"
 
 
-class State:
-    """The saved tensors of each graph that is, or will be, on the host, and the copies of each device.
-
-    Args:
-        rows: the stages of each worker of this process.
-    """
+class State(ModeState):
+    """The saved tensors of each graph that is, or will be, on the host, and the copies of each device."""
 
     def __init__(self, rows: Mapping[int, Row]) -> None:
+        super().__init__(rows)
         devices = {stage.device for row in rows.values() for stage in row.stages.values()}
         self.copies = {device: HostCopies(device) for device in devices}
         self.saved: dict[tuple[int, int], SavedTensors] = {}
 
-    def prepare(self, schedule: Schedule) -> None:
-        """Nothing follows from the table alone."""
-
-    def begin(self) -> None:
-        """Nothing is kept from run to run but memory."""
-
-    def end(self, result: StepResult) -> None:
-        """All graphs have come back."""
-
     def reset(self) -> None:
-        """Drop what a failed step has left."""
         self.saved.clear()
         for copies in self.copies.values():
             copies.reset()
