@@ -195,8 +195,6 @@ class Executor:
             mode.reset()
         for stage in self._stages:
             stage.reset()
-        for row in self._rows.values():
-            row.visits.reset()
         self._threads.reset()
         for channel in self._channels:
             channel.reset()

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from hf_gpipe.errors import UserError
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.divided_head import HeadPart
@@ -110,32 +108,6 @@ def _await_host_updates(step: Step, planned: Planned) -> None:
         step.complete()
 
 
-def _load(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    planned.visits.load(planned.action.stage)
-    return {}
-
-
-def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    planned.visits.drop(planned.action.stage)
-    if not planned.sent:
-        return {}
-    done = {"done": torch.ones(1, dtype=torch.uint8)}
-    if (wait := planned.visits.way_home()) is None:
-        return done
-    step.send_after(wait, planned, done)
-    return {}
-
-
-def visiting(run: Run) -> Run:
-    """Run an action in a visit of the stage's weights, in a table with L and D."""
-
-    def run_in_visit(step: Step, planned: Planned, received: Tensors) -> Tensors:
-        planned.visits.enter(planned.action.stage, adds_gradients=planned.action.kind.completes_micro_batch)
-        return run(step, planned, received)
-
-    return run_in_visit
-
-
 PERFORMED: dict[str, Performed] = {
     kinds.FORWARD: Performed(_forward),
     kinds.RECOMPUTE: Performed(_recompute),
@@ -147,8 +119,6 @@ PERFORMED: dict[str, Performed] = {
     kinds.REDUCE: Performed(_reduce, _await_gradients),
     kinds.UPDATE: Performed(_update, _await_update),
     kinds.HOST_UPDATE: Performed(_update, _await_host_updates),
-    kinds.LOAD: Performed(_load),
-    kinds.DROP: Performed(_drop),
 }
 
 

@@ -117,8 +117,8 @@ class Planned:
     index: int
     """Number of the micro-batch; -1 for an action that concerns a whole step."""
     stage: Stage
-    visits: VisitingWeights
-    """The visits of the weights of the worker's stages, in a table with L and D."""
+    worker: int
+    """In whose row it stands."""
     device: torch.device
     run: Run
     wait: Callable[[Step, Planned], None] | None

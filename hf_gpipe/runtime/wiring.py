@@ -13,10 +13,10 @@ from functools import partial
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
-from hf_gpipe.runtime.performing import performed, visiting
+from hf_gpipe.runtime.performing import performed
 from hf_gpipe.runtime.step import Message, Planned, Row, Sent
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import LOAD, Resource
+from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.schedule.messages import in_rows, messages
 from hf_gpipe.schedule.table import Schedule
 
@@ -59,8 +59,6 @@ class Wiring:
             stage, how = row.stages[action.stage], performed(action.kind)
             for mode in parts_of_modes("runtime").values():
                 how = mode.wrap(schedule, worker, action, how)
-            if LOAD in schedule.kinds and action.micro_batch is not None:
-                how = how._replace(run=visiting(how.run))
             is_beside = action.kind.resource is Resource.HOST
             received = tuple(
                 replace(self._message(schedule, source, action), arrived=arrived.get((source, action), ()))
@@ -71,7 +69,7 @@ class Wiring:
                 action=action,
                 index=_index(action),
                 stage=stage,
-                visits=row.visits,
+                worker=worker,
                 device=stage.device,
                 run=how.run,
                 wait=how.wait,
