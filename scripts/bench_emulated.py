@@ -11,7 +11,7 @@ the gradient" is not what the tables do; it shows what recomputing before it arr
 
 Of several "steps" a process that is done with one begins the next, as where no update waits for the gradients of all
 stages. pipedream, pipedream_vertical and pipedream_2bw run a window: M micro-batches without a flush, with an update
-after each, or with "U of 8" after every eighth. docs/benchmarks.md says what the other --paces are.
+after each, or with "U of 8" after every eighth. docs/benchmarks_details.md says what the other --paces are.
 
     python scripts/bench_emulated.py                                   about 40 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json

@@ -1,4 +1,4 @@
-"""Compares what the planner predicts with what runs on this machine, and writes the table into docs/planner.md.
+"""Compares what the planner predicts with what runs on this machine, and writes the table into docs/planner_validation.md.
 
     python scripts/validate_planner.py                  all cases, the table is written
     python scripts/validate_planner.py llama-1f1b ...   these only, nothing is written
@@ -47,7 +47,7 @@ from hf_gpipe.planner.costs.measure import this_machine
 from hf_gpipe.planner.plan import Plan, ProcessPlan
 from hf_gpipe.schedule import replicas_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[1] / "docs" / "planner_validation.md"
 HEADER = [
     *("case", "parameters", "K / processes", "M", "schedule", "recompute", "also"),
     *("peak a process, GiB: predicted / measured", "step, s: predicted / measured"),
