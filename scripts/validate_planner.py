@@ -1,4 +1,4 @@
-"""Compares what the planner predicts with what runs on this machine, and writes the table into docs/planner_validation.md.
+"""Compares what the planner predicts with what runs here, and writes the table into docs/planner_validation.md.
 
     python scripts/validate_planner.py                  all cases, the table is written
     python scripts/validate_planner.py llama-1f1b ...   these only, nothing is written
