@@ -130,7 +130,6 @@ class Liveness:
                         self._heard[rank] = count, time.monotonic()
                 self._asked = None
         self._asked = None
-        self._heard.clear()  # nothing new is heard of a process that goes on
 
     def _late(self, store: dist.Store, thread: str, number: int) -> list[int]:
         """The processes that have not yet begun the wait of this number. Adding nothing reads a counter."""
