@@ -32,8 +32,8 @@ class Download(Progress):
 def showing_downloads() -> Iterator[None]:
     """Context manager in which `Download` shows what other libraries download."""
     download = HfApi.hf_hub_download
-    HfApi.hf_hub_download = partialmethod(download, tqdm_class=Download)  # type: ignore[assignment, method-assign]
+    HfApi.hf_hub_download = partialmethod(download, tqdm_class=Download)  # type: ignore[assignment, method-assign]  # for a time
     try:
         yield
     finally:
-        HfApi.hf_hub_download = download  # type: ignore[method-assign]
+        HfApi.hf_hub_download = download  # type: ignore[method-assign]  # as it was

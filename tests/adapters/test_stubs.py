@@ -23,7 +23,7 @@ def test_a_forward_makes_no_list_of_modules(family: str, monkeypatch: pytest.Mon
 
     def counted(self: nn.ModuleList, *args: object) -> None:
         made.append(1)
-        init(self, *args)  # type: ignore[arg-type]
+        init(self, *args)  # type: ignore[arg-type]  # the modules of a list
 
     monkeypatch.setattr(nn.ModuleList, "__init__", counted)
     first(adapter.prepare(padded_batch(model)), {})

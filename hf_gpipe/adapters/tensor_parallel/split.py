@@ -329,7 +329,7 @@ class _Block(_Divided):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._region.reset()
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)  # type: ignore[misc]  # that of the block's class, next in the MRO
 
 
 class _BlockWithDropout(_Block):
