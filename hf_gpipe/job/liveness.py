@@ -106,7 +106,9 @@ class Liveness:
             ), True
         for thread, wait in list(self._waits.items()):
             # One that has begun the wait too is lost where it is stopped before all are there.
-            for rank, (_, since) in list(self._heard.items()):
+            # Nothing at all is heard of the others where the store is lost before the first beat.
+            for rank in (rank for rank in range(self._size) if rank != self._rank):
+                _, since = self._heard.get(rank, (0, wait.start))
                 if now - max(since, wait.start) > self.limit:
                     return (
                         f"waited for {wait.what}, and process {rank} has said nothing for {now - since:.0f} seconds"

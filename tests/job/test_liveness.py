@@ -79,6 +79,19 @@ def test_a_process_that_is_lost_in_the_same_wait_is_named(store: dist.Store) -> 
     waiting.end()
 
 
+def test_without_a_store_the_others_are_lost() -> None:
+    """A process whose store was lost before its first beat in a wait had heard of nobody, and waited for ever."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        ours = Liveness(dist.TCPStore("localhost", int(server.stdout.readline())), 1, 2, LIMIT)
+        server.kill()
+        server.wait()
+        waiting = Waiting(ours)
+        assert waiting.problem(60).startswith("waited for the end of all, and process 0 has said nothing for ")
+        ours.stop()
+        waiting.end()
+
+
 def test_a_process_that_is_stuck_is_not_waited_for_forever(store: dist.Store) -> None:
     ours, theirs = (Liveness(store, rank, 2, LIMIT) for rank in range(2))
     waiting = Waiting(ours, longest=2.0)
