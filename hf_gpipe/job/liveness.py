@@ -87,10 +87,11 @@ class Liveness:
         """
         self._num_waits[thread] += 1
         wait = _Wait(what, self._num_waits[thread], longest, time.monotonic())
-        with self._lock, suppress(RuntimeError):  # without a store, messages still tell who has ended
-            self._store.add(f"hf_gpipe/waits/{thread}/{self._rank}", 1)
+        # Before the store is asked, whose answer may never come.
         self._waits[thread] = wait
         try:
+            with self._lock, suppress(RuntimeError):  # without a store, messages still tell who has ended
+                self._store.add(f"hf_gpipe/waits/{thread}/{self._rank}", 1)
             meet()
         finally:
             del self._waits[thread]

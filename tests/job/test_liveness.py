@@ -164,3 +164,23 @@ def _work_with_another_default_type() -> int:
 def test_processes_wait_for_work_one_after_the_other() -> None:
     """Processes told each other meanwhile that they were there, and with tensors of two types gloo aborted them."""
     assert run_gloo(_work_with_another_default_type, 2) == [0, 1]
+
+
+class Half(Silent):
+    """A store to which one connection is closed, and on another one no call ends."""
+
+    def add(self, key: str, amount: int) -> int:
+        if threading.current_thread().name == "hf_gpipe-beats":
+            raise dist.DistNetworkError("Connection was likely closed")
+        return super().add(key, amount)
+
+
+def test_a_wait_whose_store_does_not_answer_ends() -> None:
+    """The process was stuck before it was known to wait: its network was cut one way, and its beats had ended."""
+    half = Half()
+    ours = Liveness(half, 1, 2, LIMIT)
+    waiting = Waiting(ours)
+    assert waiting.problem(60).startswith("waited for the end of all, and process 0 has said nothing for ")
+    ours.stop()
+    half.is_cut.set()
+    waiting.end()
