@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_gpipe import Pipeline
+from hf_gpipe.modes.visits.weights import VisitingWeights
 
 VOCABULARY = 50
 Batch = dict[str, torch.Tensor]
@@ -175,3 +176,9 @@ def assert_same(found: Result, expected: Result, tolerance: float = 1e-10) -> No
     for name, gradient in expected.gradients.items():
         error = float((found.gradients[name] - gradient).norm()) / norm
         assert error <= tolerance, f"{name}: off by {error:.1e} of the global norm"
+
+
+def visits_of(pipe: Pipeline) -> dict[int, VisitingWeights]:
+    """The visits of the weights of each worker's stages; none where no weights visit."""
+    visits: dict[int, VisitingWeights] = pipe.steps.executor.modes["visits"].visits
+    return visits

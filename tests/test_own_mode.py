@@ -53,7 +53,7 @@ class State(ModeState):
     def __init__(self, rows):
         super().__init__(rows)
         self.seen, self.runs = [], 0
-    def begin(self):
+    def begin(self, options):
         self.runs += 1
 
 def note(step, planned, received):

@@ -22,8 +22,8 @@ from hf_gpipe.errors import ScheduleError, StageError, UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.model import clone
 from hf_gpipe.model.clone import exact_clone
+from hf_gpipe.modes.visits import weights as visits
 from hf_gpipe.planner.report import report
-from hf_gpipe.runtime import visits
 from hf_gpipe.schedule.kinds import HOST_UPDATE, LOAD
 from hf_gpipe.schedule.visits import most_loaded
 from scripts.families import default_config
@@ -37,6 +37,7 @@ from tests.oracle import (
     run_pipeline,
     run_plain,
     tiny_config,
+    visits_of,
 )
 from tests.trainers import test_dpo
 from tests.training.toy import trainer
@@ -71,7 +72,7 @@ def pipeline(model: PreTrainedModel | str, *, peft: Any = None, **options: Any) 
 
 def at_home(pipe: Pipeline) -> bool:
     """Whether no weight is on a visit."""
-    return not any(own._there for own in pipe.forwards.visits.values())
+    return not any(own._there for own in visits_of(pipe).values())
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_trained_weights_visit_too(family: str, tied: bool, options: dict[str, A
     given = {"num_micro_batches": 3, "attn_implementation": "eager"} | options
     stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2}, schedule="gpipe")
     comes = Pipeline(model, **{"num_stages": STAGES} | given, offload_weights="all")
-    assert comes.forwards.visits[0].parameters
+    assert visits_of(comes)[0].parameters
     for pipe in (stays, comes):
         pipe.train_step(batch)
     found, expected = (Result(float(pipe.train_step(batch)), gathered_gradients(pipe)) for pipe in (comes, stays))
@@ -271,9 +272,9 @@ def test_a_device_holds_two_stages() -> None:
     pipe = pipeline(plain_model(config), num_stages=8, offload_weights="frozen")
     pipe.train_step(padded_batch(config))
     pipe.eval_step(padded_batch(config))
-    (buffers,) = pipe.forwards.visits[0]._free.values()
+    (buffers,) = visits_of(pipe)[0]._free.values()
     assert len(buffers) == 2
-    assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.forwards.visits[0].hosted_bytes.values())}
+    assert {buffer.memory.nbytes for buffer in buffers} == {max(visits_of(pipe)[0].hosted_bytes.values())}
 
 
 def test_what_autocast_makes_of_the_weights_leaves_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +290,7 @@ def test_what_autocast_makes_of_the_weights_leaves_with_them(monkeypatch: pytest
     monkeypatch.setattr(visits.VisitingWeights, "drop", dropping)
     options = {"autocast": torch.bfloat16, "attn_implementation": "eager"}
     pipe = Pipeline(model, STAGES, 3, offload_weights="all", **options)
-    for own in pipe.forwards.visits.values():
+    for own in visits_of(pipe).values():
         for stage_model in own._models.values():
             stage_model.defer_weight_gradients()  # as the layers of several ranks do
     pipe.train_step(clone.padded_batch(model))
@@ -310,15 +311,15 @@ def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str, sc
         pipe = pipeline(plain_model(config), num_stages=8, **options)
     plan = pipe.plan()
     (process,) = plan.processes
-    hosted, parameters = pipe.forwards.visits[0].hosted_bytes.values(), list(pipe.parameters())
-    stays = sum(p.nbytes for p in parameters if p not in pipe.forwards.visits[0].parameters)
+    hosted, parameters = visits_of(pipe)[0].hosted_bytes.values(), list(pipe.parameters())
+    stays = sum(p.nbytes for p in parameters if p not in visits_of(pipe)[0].parameters)
     # Each of a stage's weights begins at a multiple of 512 bytes.
     (most,) = most_loaded(plan.timeline.schedule)
     assert process.memory.parameters == pytest.approx(stays + most * max(hosted), rel=0.1)
     pipe.train_step(batch)
-    (buffers,) = pipe.forwards.visits[0]._free.values()
+    (buffers,) = visits_of(pipe)[0]._free.values()
     assert len(buffers) == most == (2 if schedule == "breadth_first" else 6)
-    every = sum(p.nbytes for p in pipe.forwards.visits[0].parameters)
+    every = sum(p.nbytes for p in visits_of(pipe)[0].parameters)
     (host,) = plan.hosted_bytes
     assert host == every * (1 if visitors == "frozen" else 4)
     assert process.memory.optimizer == 2 * sum(p.nbytes for p in parameters if p.requires_grad) * (visitors == "frozen")

@@ -19,11 +19,11 @@ from hf_gpipe import LogitsLoss, Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.losses.loss import TokenLoss
+from hf_gpipe.modes.divided_head import head_part
 from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.runtime import divided_head
 from hf_gpipe.schedule import DIVIDED_HEAD, Costs, Schedule, build, check_table, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
@@ -118,7 +118,7 @@ def test_one_process_computes_what_the_plain_model_computes(family: str) -> None
 
 def test_losses_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smoothed labels, clipped logits, the dynamic loss; some positions at a time."""
-    monkeypatch.setattr(divided_head, "chunk_positions", lambda width, columns: 7)
+    monkeypatch.setattr(head_part, "chunk_positions", lambda width, columns: 7)
     model = plain_model(tiny_config("llama", tied=False))
     batch = padded_batch(model.config)
     batch["labels"][1, :4] = -100

@@ -1,23 +1,15 @@
-"""The head of a model, divided by the vocabulary over the stages of a pipeline: whether it can be, and its parts."""
+"""Whether the head of a model can be divided by the vocabulary over the stages of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.adapters.guards import check_hooks
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, replace_tensor
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
-from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import DIVIDED_HEAD
 
 if TYPE_CHECKING:
@@ -83,55 +75,3 @@ def check_stages(schedule: str, partition: Sequence[range], placement: Placement
 
 def _cannot(schedule: str, what: str, instead: str = "use another schedule, such as 1f1b") -> UserError:
     return UserError(f"schedule {schedule!r} divides the head of the model over the stages, and {what}; {instead}")
-
-
-def head_ranks(world: Mesh) -> tuple[list[tuple[int, ...]], ProcessRanks | None]:
-    """The stages of each process of the first replicas; and these processes, unless it is one. Every process must call
-    it."""
-    placement = world.placement
-    leaders = list(dict.fromkeys(workers[0] for workers in placement.workers))
-    stages_of = [tuple(placement.stages_of(worker)) for worker in leaders]
-    if len(leaders) == 1:
-        return stages_of, None
-    group = world.new_group([world.peer(worker) for worker in leaders], world.device)
-    place = stages_of.index(tuple(world.local_stages))
-    return stages_of, ProcessRanks(Division(len(leaders)), place, group, world.device)
-
-
-def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel], world: Mesh) -> dict[int, HeadRows]:
-    """Give each stage of this process its part of the head; returns its rows. Every process must call it.
-
-    Args:
-        heads: for each stage the head alone, whole.
-        models: the stages without it.
-        world: the processes.
-    """
-    stages_of, ranks = head_ranks(world)
-    num_stages = world.placement.num_stages
-    own = tuple(models)
-    # Of several, the one that stages on one device will share.
-    held = {name: p for number in reversed(own) for name, p in models[number].parameters.items()}
-    size = len(heads[own[0]].projection.weight)
-    names = heads[own[0]].parameters
-    parts = () if ranks is None else tuple(name for name in names if name not in held)
-    cut = Cut(
-        0, tuple(((size * stages[0] // num_stages, size * (stages[-1] + 1) // num_stages),) for stages in stages_of)
-    )
-    division = HeadDivision(cut, parts, tuple(heads[own[0]].buffers), ranks)
-    for name in names:
-        tensor = held.get(name)
-        if tensor is None:
-            check_hooks(name, names[name], "a part of the divided head")
-            tensor = nn.Parameter(division.part(name, names[name].detach()), names[name].requires_grad)
-        for head in heads.values():
-            head.replace_parameter(name, tensor)
-    rows = {}
-    for number, head in heads.items():
-        rows[number] = HeadRows(own, number, num_stages, size, is_whole=not parts)
-        head.projection.out_features = rows[number].rows.stop - rows[number].rows.start
-        start = rows[number].first
-        for buffer in head.buffers.values():
-            replace_tensor(head.model, buffer, buffer[..., start : start + head.projection.out_features])
-    for number, stage in models.items():
-        stage.adopt(heads[number], division, is_first=number == own[0])
-    return rows

@@ -24,7 +24,6 @@ from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.mesh import Mesh
-from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.placement import Placement
 
 _STAGES, _NEW_TOKENS = 3, 5
@@ -95,8 +94,7 @@ def _generator(model: PreTrainedModel, adapter: TextAdapter, num_stages: int) ->
         stage.model.eval()
     world = Mesh.of(World(0, (RankFacts.of_this_process(),)), Placement.spread(num_stages, 1))
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
-    visits = dict.fromkeys(stages, VisitingWeights({}))
-    return Generator(adapter, partition(len(adapter.layers), num_stages, "count"), stages, edges, world, visits, {})
+    return Generator(adapter, partition(len(adapter.layers), num_stages, "count"), stages, edges, world, ())
 
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

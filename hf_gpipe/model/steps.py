@@ -26,7 +26,6 @@ from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import chunks_of
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.ties import share_within_process
 from hf_gpipe.schedule.builders import build as build_schedule
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT
@@ -194,7 +193,7 @@ def split_step(
     )
     if splits_backward:
         table = _with_weights_last(table)
-    loss = Executor({0: Row(stages)}, edges).run(table, micro_batches).loss
+    loss = Executor({0: stages}, edges).run(table, micro_batches).loss
     assert loss is not None
     parts = {name: (own, p.grad) for own in models.values() for name, p in own.parameters.items() if p.grad is not None}
     gradients = {name: own.whole(name, gradient).to(CPU) for name, (own, gradient) in parts.items()}

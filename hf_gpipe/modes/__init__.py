@@ -11,6 +11,7 @@ mode has those that it needs:
              amounts(sums, stage, of_graph) -> {thing held: {item of the estimate: bytes on the device}}; `of_graph` has
              those of a graph
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
+    building Builder, a `ModeBuilder`: what the mode does while a pipeline is built
     runtime  what the executor calls:
              State(rows), a `ModeState`, which actions find in `Step.modes` under the mode's name
              PERFORMED: {kind: Performed}

@@ -8,26 +8,24 @@ import os
 import torch
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
 from hf_gpipe.adapters.modules.kernels import kernels_of
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import UserError, listed
 from hf_gpipe.losses.loss import whole_logits
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.divided_head import divide_head
 from hf_gpipe.model.opening import read_dtype
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.forwards import Forwards
+from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
 from hf_gpipe.pipeline.steps import Steps
-from hf_gpipe.runtime.divided_head import HeadPart
-from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
+from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.stage_with_teacher import PREFIX
-from hf_gpipe.runtime.step import Row
-from hf_gpipe.runtime.visits import leave_on_host, visits_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,57 +46,49 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             f"such parameters: {listed(others, 3)}; the head of another task is left out so, and any other tensor is a "
             "sign that the model's configuration is not that of the checkpoint"
         )
-    ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
-    num_layers, visitors = len(adapter.layers), config.visits.offload_weights
+    ranks, visitors = world.worker_ranks(config.division), config.visits.offload_weights
     kernels = kernels_of(adapter.reference) if config.liger.use_liger_kernel else {}
     homes = Homes(world) if world.placement.is_dealt else None
-    #: The stages that each worker of this process runs.
-    run_by: dict[int, dict[int, StageModel]] = {worker: {} for worker in world.workers}
+    building = Building(decision, weights, seed, homes, {worker: {} for worker in world.workers})
+    modes: dict[str, ModeBuilder] = {name: mode.Builder(building) for name, mode in parts_of_modes("building").items()}
     for stage, layers in enumerate(decision.partition):
-        if divides_head:
-            layers = range(layers.start, min(layers.stop, num_layers - 1))
-        for worker, own in run_by.items():
+        for mode in modes.values():
+            layers = mode.layers(layers)
+        made = {}
+        for worker, own in building.run_by.items():
             if stage not in world.placement.stages_run_by(worker):
                 continue
             device = world.device_of(worker, stage)
-            own[stage] = assemble(adapter, layers, weights, device, seed, maps_files=bool(visitors), ranks=ranks)
-            if visitors:
-                # One stage after another, for together they may not fit.
-                leave_on_host(own[stage], visitors, is_shared=homes is not None)
+            model = assemble(adapter, layers, weights, device, seed, maps_files=bool(visitors), ranks=ranks)
+            own[stage] = made[worker] = model
             if kernels:
-                own[stage].use_kernels(kernels)
+                model.use_kernels(kernels)
             if stage in decision.recompute.block_stages:
-                own[stage].checkpoint_blocks()
+                model.checkpoint_blocks()
             if config.compiled.backend is not None:
-                own[stage].compile_blocks(config.compiled.backend)
-            own[stage].overlap_sums()
+                model.compile_blocks(config.compiled.backend)
+            model.overlap_sums()
+        for mode in modes.values():
+            mode.assembled(made)
         if homes is not None:
-            homes.add(stage, {worker: own[stage] for worker, own in run_by.items()})
-    models = {n: run_by[worker][n] for n, worker in world.own_workers.items()}
-    parts: dict[int, HeadPart] = {}
-    if divides_head:
-        head = range(num_layers - 1, num_layers)
-        heads = {n: assemble(adapter, head, weights, device, seed) for n, device in world.stage_devices.items()}
-        for number, rows in divide_head(heads, models, world).items():
-            parts[number] = HeadPart(heads[number], rows, number, config.num_stages, decision.loss)
-    parameters = StageParameters(
-        adapter, models, world, [*run_by.values()], bool(config.shared_updates.zero), seed, homes
+            homes.add(stage, made)
+    models = building.models = {n: building.run_by[worker][n] for n, worker in world.own_workers.items()}
+    for mode in modes.values():
+        mode.add()
+    of_workers = [*building.run_by.values()]
+    parameters = building.parameters = StageParameters(
+        adapter, models, world, of_workers, bool(config.shared_updates.zero), seed, homes
     )
     if decision.is_asynchronous or homes is not None:
         _check_no_batch_norm(decision)
     if decision.is_asynchronous:
         _check_no_tie(decision, parameters)
-    visits = visits_of(run_by, visitors, homes, world)
-    parameters.ties.leave_out({p for own in visits.values() for p in own.parameters if not p.requires_grad})
     teacher = decision.teacher
     teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
-    of_workers = {
-        worker: Row(parameters.trainable.stages(own, decision.loss, teachers), visits[worker])
-        for worker, own in run_by.items()
+    rows = {
+        worker: parameters.trainable.stages(own, decision.loss, teachers) for worker, own in building.run_by.items()
     }
-    stages = {n: of_workers[worker].stages[n] for n, worker in world.own_workers.items()}
-    for number, part in parts.items():
-        stages[number].head = part
+    stages = {n: rows[worker][n] for n, worker in world.own_workers.items()}
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
 
@@ -108,8 +98,9 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         return adapter.carry_dtype(decision.partition[stage][0], name)
 
     edges = connect(world, dtype_of, sent)
-    head_edges = connect_head(world, next(iter(parts.values())).dtype_of) if parts else {}
-    executor = Executor(of_workers, edges, parameters.replicas, head_edges, connect_relays(world), homes)
+    states = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
+    states |= {name: state for name, mode in modes.items() if (state := mode.state(rows)) is not None}
+    executor = Executor(rows, edges, parameters.replicas, states)
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
@@ -119,7 +110,6 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         stages,
         edges,
         executor,
-        {n: visits[worker] for n, worker in world.own_workers.items()},
         request.cutting(config),
         request.model.has_new_adapters,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,7 +29,6 @@ from hf_gpipe.runtime.first_pass import gathered_rows, with_comparison
 from hf_gpipe.runtime.generation import Generator, check_generates
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.visits import VisitingWeights
 
 
 @dataclass(eq=False)
@@ -40,7 +39,6 @@ class Forwards:
         decision: the model, its cut, and the tables.
         stages: of this process, by number.
         edges: at the ends of these stages.
-        visits: of the weights of each of these stages.
         cutting: of mini-batches in training; in evaluation the number of micro-batches alone counts.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
     """
@@ -50,7 +48,6 @@ class Forwards:
     stages: dict[int, Stage]
     edges: Edges
     executor: Executor
-    visits: Mapping[int, VisitingWeights]
     cutting: Cutting
     has_new_adapters: bool
 
@@ -205,8 +202,7 @@ class Forwards:
         if isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             self.world.from_main(lambda: verify_generation(adapter, num_stages))
         models, partition = self.parameters.models, self.decision.partition
-        heads = {number: stage.head for number, stage in self.stages.items() if stage.head is not None}
-        return Generator(self.adapter, partition, models, self.edges, self.world, self.visits, heads)
+        return Generator(self.adapter, partition, models, self.edges, self.world, [*self.executor.modes.values()])
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:

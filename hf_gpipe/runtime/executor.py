@@ -18,12 +18,10 @@ import torch
 from hf_gpipe.errors import StageError
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.background import BackgroundThreads
-from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.replicas import Replicas
-from hf_gpipe.runtime.step import Planned, Row, Step, StepResult, UpdateStage
+from hf_gpipe.runtime.step import ModeState, Planned, Rows, Step, StepResult, UpdateStage
 from hf_gpipe.runtime.timing import NamedRanges, Timer, is_profiled
 from hf_gpipe.runtime.wiring import Wiring
 from hf_gpipe.schedule.actions import Action
@@ -39,35 +37,30 @@ class Executor:
             are dealt one for each of the process's devices.
         edges: the edges at the ends of these stages.
         replicas: adds up gradients with replicas of these stages in other processes. None: there are no such replicas.
-        head_edges: the edges between these stages and the last stage, where the head is divided.
-        relays: the channels of `edges.connect_relays`, where stages are dealt.
-        homes: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
+        modes: the state of each mode, by its name. None: those of modes that are not on.
     """
 
     def __init__(
         self,
-        rows: Mapping[int, Row],
+        rows: Rows,
         edges: Edges,
         replicas: Replicas | None = None,
-        head_edges: Edges | None = None,
-        relays: Mapping[tuple[int, int, int], Channel] | None = None,
-        homes: Homes | None = None,
+        modes: Mapping[str, ModeState] | None = None,
     ) -> None:
-        head_edges, relays = head_edges or {}, relays or {}
-        every_edge = (*edges.values(), *head_edges.values())
-        self._channels = (*(way for edge in every_edge for way in (edge.down, edge.up)), *relays.values())
-        self._rows, self._replicas, self._homes = rows, replicas, homes
-        self._stages = [stage for row in rows.values() for stage in row.stages.values()]
+        if modes is None:
+            modes = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
+        of_edges = [way for edge in edges.values() for way in (edge.down, edge.up)]
+        self._channels = (*of_edges, *(channel for mode in modes.values() for channel in mode.channels))
+        self._rows, self._replicas, self.modes = rows, replicas, modes
+        self._stages = [stage for stages in rows.values() for stage in stages.values()]
         self._devices = {stage.device for stage in self._stages}
-        #: What modes keep from action to action, by their names.
-        self.modes = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
-        self._wiring = Wiring(rows, edges, head_edges, relays)
+        self._wiring = Wiring(rows, edges, modes)
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
         #: The numbers of the micro-batches of these actions.
         self._indices: list[int] = []
         self._threads = BackgroundThreads(min(rows))
-        self._step = partial(Step, rows, self._channels, replicas, homes, self._threads)
+        self._step = partial(Step, rows, self._channels, replicas, self._threads)
 
     def run(
         self,
@@ -104,16 +97,13 @@ class Executor:
         """
         for channel in self._channels:
             channel.check()
-        for stage in self._stages:
-            if stage.head is not None:
-                stage.head.begin(options)
         self.prepare(schedule)
         # Micro-batches that only other replicas run stay in CPU memory.
         shares = on_devices([micro_batches[index] for index in self._indices], self._devices)
         if self._replicas is not None and schedule.is_training:
             self._replicas.check(schedule, len(micro_batches))
         for mode in self.modes.values():
-            mode.begin()
+            mode.begin(options)
         timer = Timer(self._devices) if is_measured else None
         note = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         given = schedule, micro_batches, options, reduce, update, update_stage
@@ -180,9 +170,9 @@ class Executor:
         if schedule is self._table:
             return
         split = {number for number, _ in schedule.split}
-        for row in self._rows.values():
-            for number in split & row.stages.keys():
-                row.stages[number].model.defer_weight_gradients()
+        for stages in self._rows.values():
+            for number in split & stages.keys():
+                stages[number].model.defer_weight_gradients()
         self._planned = self._wiring.planned(schedule)
         self._indices = sorted({planned.index for planned in self._planned} - {-1})
         for mode in self.modes.values():

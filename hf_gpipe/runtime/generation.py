@@ -10,7 +10,8 @@ generate different rows (`spread_rows.py`); each pipeline of replicas runs in a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,12 +29,11 @@ from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.libraries.transformers import ModelOutput, cache_argument
 from hf_gpipe.runtime.channel import Channel
-from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.generate_arguments import GenerateArguments
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.spread_rows import joined, part_of, pipelines
-from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.runtime.step import ModeState
 
 
 def check_generates(adapter: Adapter) -> None:
@@ -53,8 +53,7 @@ class Generator:
         adapter: the whole model; its `reference.generation_config` gives the defaults.
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages.
-        visits: the visits of the weights of each stage of this process, by the stage's number.
-        heads: the parts of the head that these stages have, where the head is divided over all stages; else empty.
+        modes: the states of modes in the executor of these stages.
     """
 
     def __init__(
@@ -64,16 +63,14 @@ class Generator:
         stages: Mapping[int, StageModel],
         edges: Edges,
         world: Mesh,
-        visits: Mapping[int, VisitingWeights],
-        heads: Mapping[int, HeadPart],
+        modes: Collection[ModeState],
     ) -> None:
         check_generates(adapter)
-        self._heads = heads
-        self._adapter = adapter
+        self.adapter = adapter
         self._stages = stages
         self._edges = edges
-        self._world = world
-        self._visits = visits
+        self.world = world
+        self._modes = modes
         #: The stage that holds each stack's last layer.
         self._last = {adapter.layers[i].stack: stage for stage, layers in enumerate(partition) for i in layers}
         self._model = _in_lock_step(self)
@@ -83,11 +80,11 @@ class Generator:
         self._groups = [world.new_group(tuple(map(world.peer, workers)), world.device) for workers in several]
         #: The pipeline that this process is in during a call, and the group of its processes; None: all processes.
         self._number = 0
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
 
     @property
     def device(self) -> torch.device:
-        return self._world.device
+        return self.world.device
 
     @functools.cached_property
     def _cache_name(self) -> str:
@@ -106,19 +103,19 @@ class Generator:
             UserError: on every process, if an argument is unknown or not supported, or a process has no such object.
             StageError: the forward of a stage failed.
         """
-        streamer = inputs.get("streamer") if self._world.is_main else None
+        streamer = inputs.get("streamer") if self.world.is_main else None
         shared, num_parts = self._arguments.shared(inputs)
         self._share_random_state()
         if num_parts == 1:
-            self._number, self._group = 0, None
+            self._number, self.group = 0, None
             return self._generated(shared, streamer)
         tokens, parts = None, self._pipelines[:num_parts]
-        own = next((i for i, workers in enumerate(parts) if self._world.worker in workers), None)
+        own = next((i for i, workers in enumerate(parts) if self.world.worker in workers), None)
         if own is not None:
-            self._number, self._group = own, self._groups[own]
+            self._number, self.group = own, self._groups[own]
             tokens = self._generated(part_of(shared, own, num_parts)).cpu()
-        everyone = self._world.gather_objects(tokens)
-        firsts = [self._world.peer(workers[0]) for workers in parts]
+        everyone = self.world.gather_objects(tokens)
+        firsts = [self.world.peer(workers[0]) for workers in parts]
         of_pipelines = [part for rank in firsts if (part := everyone[rank]) is not None]
         return joined(of_pipelines, lambda name: self._arguments.setting(shared, name)).to(self.device)
 
@@ -146,11 +143,11 @@ class Generator:
         outputs = self._run("encoder", inputs, None)
         hidden = outputs.get("encoder_hidden")
         if hidden is None:
-            shape = (*input_ids.shape, self._adapter.config.hidden_size)
+            shape = (*input_ids.shape, self.adapter.config.hidden_size)
             # Every layer after the encoder receives it in this type.
-            dtype = self._adapter.carry_dtype(-1, "encoder_hidden")
+            dtype = self.adapter.carry_dtype(-1, "encoder_hidden")
             hidden = torch.empty(shape, dtype=dtype, device=self.device)
-        return BaseModelOutput(last_hidden_state=self._from_last("encoder", hidden))
+        return BaseModelOutput(last_hidden_state=self.from_last("encoder", hidden))
 
     def decode(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         """The logits of the last position, float32 of (B, 1, V), on every process.
@@ -164,47 +161,30 @@ class Generator:
             if cache is None:
                 # The model dropped it and gives the whole text again, as with longrope where its rotations change.
                 cache = PipelineCache(self._stages)
-        ids = inputs["decoder_input_ids" if self._adapter.config.is_encoder_decoder else "input_ids"]
+        ids = inputs["decoder_input_ids" if self.adapter.config.is_encoder_decoder else "input_ids"]
         self._check_positions(ids.shape[1] + (0 if cache is None else cache.get_seq_length()), inputs)
         outputs = self._run("decoder", inputs, cache)
         if cache is not None:
             cache.advance(ids.shape[1])
-        if self._heads:
-            logits = self._joined_logits(outputs, inputs, len(ids))
-            return self._output(logits, cache)
+        for mode in self._modes:
+            if (of_mode := mode.next_logits(self, outputs, inputs, len(ids))) is not None:
+                return self._output(of_mode, cache)
         if "logits" in outputs:
             # `generate` would convert them to float32 next; done here, the dtype of the broadcast is known everywhere.
             logits = outputs["logits"][:, -1:].float().contiguous()
         else:
-            vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
+            vocabulary = self.adapter.reference.get_output_embeddings().weight.shape[0]
             logits = torch.empty(ids.shape[0], 1, vocabulary, device=self.device)
-        return self._output(self._from_last("decoder", logits), cache)
+        return self._output(self.from_last("decoder", logits), cache)
 
     def _output(self, logits: torch.Tensor, cache: PipelineCache | None) -> CausalLMOutputWithPast:
         """The output of the model in lock-step."""
         return CausalLMOutputWithPast(logits=logits, **({} if cache is None else {self._cache_name: cache}))
 
-    def _joined_logits(self, outputs: Mapping[str, torch.Tensor], inputs: Inputs, num_rows: int) -> torch.Tensor:
-        """The logits of the last position (B, 1, V) where every stage has a part of the head."""
-        head = next(iter(self._heads.values()))
-        width = self._adapter.carry_shapes(len(self._adapter.layers) - 1, inputs)["hidden"][-1]
-        hidden = torch.empty(num_rows, 1, width, dtype=head.dtype_of("hidden"), device=self.device)
-        if "hidden" in outputs:
-            hidden = outputs["hidden"][:, -1:].contiguous()
-        hidden = self._from_last("decoder", hidden)
-        logits = torch.zeros(num_rows, 1, head.size, device=self.device)
-        for stage, part in self._heads.items():
-            if self._worker_of(stage) in self._world.workers:
-                logits += part.logits(hidden, inputs).float()
-        if self._group is None:
-            return self._world.all_reduce(logits)
-        dist.all_reduce(logits, group=self._group)
-        return logits
-
     def _check_positions(self, length: int, inputs: Mapping[str, Any]) -> None:
         """Raise UserError if a text of `length` tokens, padding included, has more tokens than the model positions."""
-        most = self._adapter.num_positions.get("decoder", length)
-        mask = None if self._adapter.config.is_encoder_decoder else inputs.get("attention_mask")
+        most = self.adapter.num_positions.get("decoder", length)
+        mask = None if self.adapter.config.is_encoder_decoder else inputs.get("attention_mask")
         if length > most and mask is not None and mask.dim() == 2:
             length = int(mask.sum(dim=1).max())
         if length > most:
@@ -222,7 +202,7 @@ class Generator:
             channel.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
-            if not stage.runs(stack) or self._worker_of(number) not in self._world.workers:
+            if not stage.runs(stack) or not self.runs(number):
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
@@ -233,7 +213,9 @@ class Generator:
                     before = self._channel(number - 1)
                     before.expect(self._number, self._shapes(stage.start, inputs))
                     carry = before.receive(self._number)
-                with self._visits[number].visit(number):
+                with ExitStack() as used:
+                    for mode in self._modes:
+                        used.enter_context(mode.using(number))
                     outputs = stage(given, carry)
                 if number < self._last[stack]:
                     self._channel(number).send(self._number, outputs, self._shapes(stage.stop, inputs))
@@ -242,7 +224,7 @@ class Generator:
                 for channel in channels:
                     channel.reset()
                 raise StageError(
-                    f"process {self._world.rank}, stage {number}, generation in the {stack}: "
+                    f"process {self.world.rank}, stage {number}, generation in the {stack}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
         for channel in channels:
@@ -255,38 +237,42 @@ class Generator:
 
     def _shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that cross a boundary."""
-        shapes = self._adapter.carry_shapes(boundary, inputs)
+        shapes = self.adapter.carry_shapes(boundary, inputs)
         keep = inputs.get("logits_to_keep", 0)
-        if keep and self._adapter.layers[boundary].kind == "head":
+        if keep and self.adapter.layers[boundary].kind == "head":
             # The model cuts the prompt's other positions off before its head.
             rows, length, width = shapes["hidden"]
             shapes["hidden"] = (rows, min(length, keep), width)
         return shapes
 
-    def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
+    def from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
         """Broadcast `value` from the process with the stack's last stage to all processes of the pipeline."""
         value, worker = value.to(self.device), self._worker_of(self._last[stack])
-        if self._group is None:
-            self._world.broadcast(value, self._world.placement.ranks_of(worker)[0])
+        if self.group is None:
+            self.world.broadcast(value, self.world.placement.ranks_of(worker)[0])
         else:
-            source = self._world.peer(worker)
-            dist.broadcast(value, group_src=dist.get_group_rank(self._group, source), group=self._group)
+            source = self.world.peer(worker)
+            dist.broadcast(value, group_src=dist.get_group_rank(self.group, source), group=self.group)
         return value
 
     def _channel(self, stage: int) -> Channel:
         """The channel from a stage to the next stage, in this process's pipeline."""
         return self._edges[stage, self._worker_of(stage), self._worker_of(stage + 1)].down
 
+    def runs(self, stage: int) -> bool:
+        """Whether this process runs a stage in its pipeline."""
+        return self._worker_of(stage) in self.world.workers
+
     def _worker_of(self, stage: int) -> int:
         """The worker that runs a stage in this process's pipeline."""
-        return self._world.placement.workers[stage][self._number]
+        return self.world.placement.workers[stage][self._number]
 
     def _share_random_state(self) -> None:
         """Use the main process's random state on every process, so that all sample the same tokens."""
-        if self._world.num_processes > 1:
+        if self.world.num_processes > 1:
             generator = default_generator(self.device)
             state = generator.get_state()
-            self._world.broadcast(state, self._world.main)
+            self.world.broadcast(state, self.world.main)
             generator.set_state(state)
 
 
@@ -315,7 +301,7 @@ class _LockStep:
 
 def _in_lock_step(generator: Generator) -> PreTrainedModel:
     """An object of the model's class, without weights, whose forward is the pipeline's."""
-    model = generator._adapter.skeleton()
+    model = generator.adapter.skeleton()
 
     # `generate` chooses arguments by the signature of the model's forward.
     @functools.wraps(model.forward)
@@ -325,5 +311,5 @@ def _in_lock_step(generator: Generator) -> PreTrainedModel:
     model.forward = forward
     model._pipeline = generator
     extend_class(model, _LockStep)
-    model.generation_config = generator._adapter.reference.generation_config
+    model.generation_config = generator.adapter.reference.generation_config
     return model.eval()

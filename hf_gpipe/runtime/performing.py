@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.registry import parts_of_modes
-from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.step import Planned, Run, Step, Tensors
 from hf_gpipe.schedule import kinds
 from hf_gpipe.schedule.kinds import ActionKind
@@ -60,27 +59,6 @@ def _weight(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
-def _head(planned: Planned) -> HeadPart:
-    assert planned.stage.head is not None, "the stage has no part of the head"
-    return planned.stage.head
-
-
-def _logits(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    message, outputs = _head(planned).score(step.context(planned, received), is_training=step.schedule.is_training)
-    if outputs:
-        step.result.outputs[planned.index] = outputs
-    return message
-
-
-def _logits_gradient(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    return _head(planned).add_gradient(step.context(planned, received))
-
-
-def _await_gradients(step: Step, planned: Planned) -> None:
-    if step.schedule.placement.is_dealt:
-        step.collect()
-
-
 def _reduce(step: Step, planned: Planned, received: Tensors) -> Tensors:
     assert step.replicas is not None, "the stage has no replicas"
     step.replicas.start(planned.action.stage)
@@ -92,7 +70,8 @@ def _await_update(step: Step, planned: Planned) -> None:
         step.complete()
 
 
-def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
+def update(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    """Update the weights of all stages of this process, in the last action of a step that does so."""
     if planned.is_last and step.update is not None:
         step.is_updating = True
         step.update()
@@ -102,23 +81,14 @@ def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
-def _await_host_updates(step: Step, planned: Planned) -> None:
-    step.update_in_background(planned)
-    if planned.is_last:
-        step.complete()
-
-
 PERFORMED: dict[str, Performed] = {
     kinds.FORWARD: Performed(_forward),
     kinds.RECOMPUTE: Performed(_recompute),
     kinds.BACKWARD: Performed(_backward),
     kinds.INPUT: Performed(_input),
     kinds.WEIGHT: Performed(_weight),
-    kinds.LOGITS: Performed(_logits),
-    kinds.LOGITS_GRADIENT: Performed(_logits_gradient),
-    kinds.REDUCE: Performed(_reduce, _await_gradients),
-    kinds.UPDATE: Performed(_update, _await_update),
-    kinds.HOST_UPDATE: Performed(_update, _await_host_updates),
+    kinds.REDUCE: Performed(_reduce),
+    kinds.UPDATE: Performed(update, _await_update),
 }
 
 

@@ -22,7 +22,6 @@ from hf_gpipe.libraries.transformers import cache_argument
 from hf_gpipe.losses.cached_teacher import TopK
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.teacher import TeacherLogits
@@ -82,8 +81,6 @@ class Stage:
         #: The parts of the weight gradients of each micro-batch between its I and W.
         self._kept: dict[int, list[Product]] = {}
         self.row_caches: dict[int, RowCache] = {}
-        #: The stage's part of the head, where it is divided over the stages.
-        self.head: HeadPart | None = None
 
     @property
     def is_last(self) -> bool:
@@ -108,7 +105,6 @@ class Stage:
         graph = self._graph(inputs, outputs) if keep_graph else None
         results = {name: tensor.detach() for name, tensor in outputs.items()}
         self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
-        self._hand_to_head(context, results)
         return results
 
     def _computed_once(self, context: Context) -> Context:
@@ -136,11 +132,6 @@ class Stage:
         """Drop a micro-batch after its forward, for its backward runs elsewhere."""
         del self._live[micro_batch]
 
-    def _hand_to_head(self, context: Context, results: Tensors) -> None:
-        """Keep what the last stage's part of the head reads."""
-        if self.head is not None and self.head.is_at_end:
-            self.head.take(context.micro_batch.index, results)
-
     def recompute(self, micro_batch: int) -> None:
         """R: run the stage's forward again from the inputs that F kept, now with a graph. It receives no message."""
         live = self._live[micro_batch]
@@ -150,8 +141,6 @@ class Stage:
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
         """B: from gradients of the outputs return those of the received tensors; parameters add theirs to `.grad`."""
         live = self._live.pop(micro_batch)
-        if self.head is not None and self.head.is_at_end:
-            gradients = self.head.gradient(live.context, gradients)
         graph, scale = live.graph, live.context.options.loss_scale
         assert graph is not None, "backward of a micro-batch without a graph"
         if graph.loss is not None:
@@ -223,7 +212,6 @@ class Stage:
         with torch.no_grad():
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
-                self._hand_to_head(context, outputs)
                 return outputs
             if options.is_first_pass:
                 return {"rows": loss.embed(read)}
@@ -270,8 +258,6 @@ class Stage:
         self._live.clear()
         self._kept.clear()
         self.row_caches.clear()
-        if self.head is not None:
-            self.head.reset()
         self.model.batch_norms.reset()
         self.end_step()
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.runtime.channel import Channel, Shapes
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
-from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.schedule.table import Schedule
@@ -52,40 +51,8 @@ class StepResult:
         return sum(losses[1:], losses[0]) if losses else None
 
 
-@dataclass(frozen=True)
-class Row:
-    """The stages that run the row of a worker, and the visits of their weights.
-
-    Attributes:
-        stages: the stages whose actions may stand in the row, by number.
-        visits: the visits of these stages' weights, for tables with L and D.
-    """
-
-    stages: Mapping[int, Stage]
-    visits: VisitingWeights = field(default_factory=lambda: VisitingWeights({}))
-
-
-class ModeState:
-    """The state of a mode in an executor (`hf_gpipe.modes`). A mode overrides what it needs.
-
-    Args:
-        rows: the stages of each worker of this process.
-    """
-
-    def __init__(self, rows: Mapping[int, Row]) -> None:
-        self.rows = rows
-
-    def prepare(self, schedule: Schedule) -> None:
-        """Called for each new table."""
-
-    def begin(self) -> None:
-        """Called before each run of a table."""
-
-    def end(self, result: StepResult) -> None:
-        """Called after a run that has not failed."""
-
-    def reset(self) -> None:
-        """Drop what a failed run has left."""
+Rows: TypeAlias = Mapping[int, Mapping[int, Stage]]
+"""For each worker of this process the stages whose actions may stand in its row, by number."""
 
 
 Sent = tuple[tuple[Channel, tuple[int, int]], ...]
@@ -103,6 +70,56 @@ class Message:
     shapes: Callable[[MicroBatch], Shapes]
     arrived: Sent = ()
     """For a received message, the messages of this process that must have arrived before the sender could send it."""
+
+
+class ModeState:
+    """The state of a mode in an executor (`hf_gpipe.modes`). A mode overrides what it needs.
+
+    Args:
+        rows: the stages of each worker of this process.
+
+    Attributes:
+        channels: those that are the mode's own.
+    """
+
+    channels: Sequence[Channel] = ()
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def message(self, source: Action, consumer: Action, sender: int, receiver: int) -> Message | None:
+        """The message of an action to another one, between two workers; None: it is not the mode's."""
+        return None
+
+    def prepare(self, schedule: Schedule) -> None:
+        """Called for each new table."""
+
+    def begin(self, options: StepOptions) -> None:
+        """Called before each run of a table."""
+
+    def collect(self) -> None:
+        """Called before gradients are summed, or an update reads them: wait until they are all there."""
+
+    def end(self, result: StepResult) -> None:
+        """Called after a run that has not failed."""
+
+    def reset(self) -> None:
+        """Drop what a failed run has left."""
+
+    def using(self, stage: int) -> AbstractContextManager[object]:
+        """Context manager in which a stage can run outside of a table."""
+        return nullcontext()
+
+    def next_logits(self, generator: Any, outputs: Tensors, inputs: Inputs, num_rows: int) -> torch.Tensor | None:
+        """The logits of the last position (B, 1, V), on every process, where the last stage does not have them.
+
+        Args:
+            generator: the `runtime.generation.Generator` that runs the stages of this process.
+            outputs: of the last stage; elsewhere {}.
+            inputs: of the forward.
+            num_rows: B.
+        """
+        return None
 
 
 Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
@@ -143,7 +160,7 @@ class Step:
     """One run of a table in this process.
 
     Attributes:
-        rows, channels, replicas, homes, threads: fields of the executor.
+        rows, channels, replicas, threads: fields of the executor.
         schedule, micro_batches, options, reduce, update, update_stage: the arguments of `Executor.run`.
         shares: the micro-batches of this process on each of its devices, by their numbers.
         timer: measures the step. None: the step is not measured.
@@ -152,10 +169,9 @@ class Step:
         is_updating: whether `update` runs, whose errors are raised unchanged.
     """
 
-    rows: Mapping[int, Row]
+    rows: Rows
     channels: Sequence[Channel]
     replicas: Replicas | None
-    homes: Homes | None
     threads: BackgroundThreads
     schedule: Schedule
     micro_batches: Sequence[MicroBatch]
@@ -192,32 +208,10 @@ class Step:
 
         self.threads.begin(Resource.COPY_OUT, planned.action, send)
 
-    def update_in_background(self, planned: Planned) -> None:
-        """Update a dealt stage in a background thread, once its gradients are in CPU memory, while the loop goes on."""
-        ways = [wait for row in self.rows.values() if (wait := row.visits.way_home()) is not None]
-
-        def update() -> None:
-            assert self.update_stage is not None, "a table with H needs update_stage"
-            come = time.perf_counter()
-            for wait in ways:
-                wait()
-            for incoming in planned.received_in_background:
-                incoming.channel.receive(incoming.key)
-            if self.homes is not None:
-                self.homes.collect_stage(planned.action.stage)
-            begun = time.perf_counter()
-            self.update_stage(planned.action.stage, planned.action.step)
-            if self.timer is not None:
-                self.result.times.append(ActionTime(planned.action, come, time.perf_counter(), begun - come))
-
-        self.threads.begin(Resource.HOST, planned.action, update)
-
     def collect(self) -> None:
-        """Wait until all gradients of visiting weights are in CPU memory, for dealt stages those of all workers."""
-        for row in self.rows.values():
-            row.visits.finish()
-        if self.homes is not None:
-            self.homes.collect()
+        """Wait until all gradients are where they are summed and read."""
+        for mode in self.modes.values():
+            mode.collect()
 
     def flush(self) -> None:
         """Wait until the threads are done, and all messages have been sent."""
@@ -229,8 +223,8 @@ class Step:
         """Before the update, wait until everything has been computed and sent, then call `reduce`."""
         self.flush()
         mini_batches = [micro_batch.mini_batch for micro_batch in self.micro_batches]
-        for row in self.rows.values():
-            for number, stage in sorted(row.stages.items()):
+        for stages in self.rows.values():
+            for number, stage in sorted(stages.items()):
                 stage.end_step(mini_batches, None if self.replicas is None else partial(self.replicas.total, number))
         self.collect()
         if self.timer is not None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.performing import performed
-from hf_gpipe.runtime.step import Message, Planned, Row, Sent
+from hf_gpipe.runtime.step import Message, ModeState, Planned, Rows, Sent
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.schedule.messages import in_rows, messages
@@ -26,13 +25,12 @@ class Wiring:
     """The stages of this process, and what connects them to others.
 
     Attributes:
-        rows, edges, head_edges, relays: as of `Executor`.
+        rows, edges, modes: as of `Executor`.
     """
 
-    rows: Mapping[int, Row]
+    rows: Rows
     edges: Edges
-    head_edges: Edges
-    relays: Mapping[tuple[int, int, int], Channel]
+    modes: Mapping[str, ModeState]
 
     def planned(self, schedule: Schedule) -> list[Planned]:
         """The actions of this process, in the order in which it performs them."""
@@ -55,8 +53,7 @@ class Wiring:
         for worker, action in actions:
             place = places[worker]
             places[worker] += 1
-            row = self.rows[worker]
-            stage, how = row.stages[action.stage], performed(action.kind)
+            stage, how = self.rows[worker][action.stage], performed(action.kind)
             for mode in parts_of_modes("runtime").values():
                 how = mode.wrap(schedule, worker, action, how)
             is_beside = action.kind.resource is Resource.HOST
@@ -97,7 +94,7 @@ class Wiring:
         if source.kind.is_of_visit:
             return not {schedule.worker_of(source), schedule.worker_of(consumer)} <= self.rows.keys()
         if source.kind.takes_gradient:
-            return any(self.rows[schedule.worker_of(consumer)].stages[consumer.stage].trainable_outputs.values())
+            return any(self.rows[schedule.worker_of(consumer)][consumer.stage].trainable_outputs.values())
         return True
 
     def _arrived(self, schedule: Schedule, senders: Collection[int]) -> dict[tuple[Action, Action], Sent]:
@@ -119,18 +116,12 @@ class Wiring:
     def _message(self, schedule: Schedule, source: Action, consumer: Action) -> Message:
         """The message of an action to another one, between the workers in whose rows they stand."""
         sender, receiver = schedule.worker_of(source), schedule.worker_of(consumer)
+        for mode in self.modes.values():
+            if (message := mode.message(source, consumer, sender, receiver)) is not None:
+                return message
         is_sender = sender in self.rows
-        if source.kind.is_of_visit:
-            relay = self.relays[source.stage, sender, receiver]
-            return Message(relay, (_index(consumer), 0), lambda _: {"done": (1,)})
         key = _index(source), source.kind.turn
-        stages = self.rows[sender if is_sender else receiver].stages
-        if source.kind.turn or consumer.kind.turn:
-            head = stages[source.stage if is_sender else consumer.stage].head
-            assert head is not None, "the stage has no part of the head"
-            if source.stage < consumer.stage:
-                return Message(self.head_edges[source.stage, sender, receiver].down, key, partial(head.shapes, source))
-            return Message(self.head_edges[consumer.stage, receiver, sender].up, key, partial(head.shapes, source))
+        stages = self.rows[sender if is_sender else receiver]
         # The shapes are those at the boundary between the two stages, whichever end asks for them.
         lower, upper = sorted((source.stage, consumer.stage))
         if source.kind.takes_gradient:

@@ -22,16 +22,18 @@ import torch.distributed as dist
 from bench import machine
 from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow
-from bench.waiting import WaitingStage, WaitingVisits, wait
+from bench.waiting import WaitingHead, WaitingStage, WaitingVisits, wait
 from hf_gpipe.job.world import World
+from hf_gpipe.modes.divided_head import runtime as divided_head
+from hf_gpipe.modes.visits import runtime as visiting
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.step import Row, StepResult
+from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule import Costs, Schedule, seconds_of_steps, simulate
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import HOST_UPDATE, RECOMPUTE, Resource
@@ -192,10 +194,15 @@ class _Pipeline:
             names = {name: number for number, stage in waiting.items() for name in stage.parameters}
             ties = SimpleNamespace(names=frozenset(), owner_stage=names)
             self.replicas = SlowReplicas(waiting, ties, world, setting.reduce_seconds)
-        of_head = connect_head(world, lambda name: boundary.dtype) if self.table.divides_head else {}
-        visits = cast(VisitingWeights, WaitingVisits(setting.costs, most_loaded(self.table)[world.worker]))
-        rows = {world.worker: Row(stages, visits)}
-        self.executor = Executor(rows, edges, self.replicas, of_head, connect_relays(world))
+        rows = {world.worker: stages}
+        modes = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
+        visits: Any = WaitingVisits(setting.costs, most_loaded(self.table)[world.worker])
+        modes[visiting.NAME] = visiting.State(rows, {world.worker: visits}, connect_relays(world))
+        if self.table.divides_head:
+            parts: Any = {number: WaitingHead(setting.table, setting.seconds, number, boundary) for number in own}
+            of_head = connect_head(world, lambda name: boundary.dtype)
+            modes[divided_head.NAME] = divided_head.State(rows, parts, of_head)
+        self.executor = Executor(rows, edges, self.replicas, modes)
         self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None

@@ -38,7 +38,7 @@ class WaitingStage:
         self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
-        self.head = WaitingHead(table, seconds, number, boundary) if table.divides_head else None
+        self._divides_head = table.divides_head
         # It normalises no batches, and its model has no other layers.
         self.batch_norms = BatchNorms(torch.nn.Identity())
         self.adapter = SimpleNamespace(reference=torch.nn.Identity())
@@ -48,7 +48,7 @@ class WaitingStage:
 
     def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
         wait(self._of(kinds.FORWARD, context.micro_batch.index))
-        return {} if self.is_last and self.head is None else self._message
+        return {} if self.is_last and not self._divides_head else self._message
 
     def take(self, context: Context) -> None:
         """There is nothing to keep."""
@@ -161,6 +161,15 @@ class WaitingHead:
 
     def begin(self, options: object) -> None:
         """There is nothing to note."""
+
+    def take(self, micro_batch: int, outputs: Mapping[str, torch.Tensor]) -> None:
+        """There is nothing to keep."""
+
+    def gradient(self, context: Context, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return parts
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
 
     def shapes(self, source: Action, micro_batch: MicroBatch) -> Shapes:
         return {"hidden" if source.stage == self._last else f"of {source.stage}": tuple(self._message.shape)}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime import visits
-from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.modes.visits import weights as visits
+from hf_gpipe.modes.visits.weights import VisitingWeights
 from hf_gpipe.schedule.kinds import DROP
 from hf_gpipe.schedule.visits import most_loaded
 from tests.emulated_cuda.comparing import assert_near, gathered
@@ -23,7 +23,7 @@ from tests.emulated_cuda.happens_before import checking
 from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import on_emulated_cuda
-from tests.oracle import padded_batch, plain_model
+from tests.oracle import padded_batch, plain_model, visits_of
 from tests.training.toy import trainer
 
 Numbers = tuple[list[float], dict[str, torch.Tensor]]
@@ -139,7 +139,7 @@ def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
     assert_near(gradients_of(pipe), expected, 0.0, "number")
     # A device has the weights of two slots.
     for worker, most in enumerate(most_loaded(table)):
-        visits = pipe.steps.executor._rows[worker].visits
+        visits = visits_of(pipe)[worker]
         (buffers,) = visits._free.values()
         assert len(buffers) == most
         assert {buffer.memory.nbytes for buffer in buffers} == {max(visits.hosted_bytes.values())}
@@ -204,7 +204,7 @@ def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
         pipe.train_step(batch)
         peaks[visit] = torch.cuda.max_memory_allocated("cuda:0") - before
         weights = sum(p.nbytes for p in pipe.parameters() if not p.requires_grad)
-        largest = max(pipe.forwards.visits[0].hosted_bytes.values(), default=0)
+        largest = max((n for own in visits_of(pipe).values() for n in own.hosted_bytes.values()), default=0)
         del pipe
     # Nothing else differs: both recompute, and the last stage keeps one graph.
     assert peaks[True] <= peaks[False] - weights + 2 * largest
@@ -225,9 +225,9 @@ def test_a_device_has_two_slots_of_dealt_stages_and_one_graph() -> None:
         pipe.train_step(batch)
         peaks[is_dealt] = [torch.cuda.max_memory_allocated(one) - of for one, of in zip(devices, before, strict=True)]
         weights = sum(p.nbytes for p in pipe.parameters())
-        visits = [row.visits for row in pipe.steps.executor._rows.values()]
+        visits = [*visits_of(pipe).values()]
         most = most_loaded(pipe.schedule(4)) if is_dealt else []
-        largest = max(visits[0].hosted_bytes.values(), default=0)
+        largest = max((n for own in visits for n in own.hosted_bytes.values()), default=0)
         del pipe, visits
     for peak, count in zip(peaks[True], most, strict=True):
         # Gradients are as large as weights. There are those of the stage at work, and of the one that leaves.

@@ -23,7 +23,6 @@ from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.micro_batch import MicroBatch
-from hf_gpipe.runtime.step import Row
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -144,7 +143,7 @@ def run_processes(table: Schedule) -> tuple[list[float], list[Line]]:
                 own[s, one, other] = Edge(BlockingChannel(down, s), BlockingChannel(up, s))
         stages: Any = {s: Stage(s, num_stages) for s in table.placement.stages_of(rank)}
         try:
-            outputs = Executor({rank: Row(stages)}, own).run(table, micro_batches(table.num_micro_batches)).outputs
+            outputs = Executor({rank: stages}, own).run(table, micro_batches(table.num_micro_batches)).outputs
             outcomes[rank] = {index: float(one["loss"]) for index, one in outputs.items()}
         except StageError as error:
             outcomes[rank] = error
@@ -316,7 +315,7 @@ def test_many_small_tensors_of_a_message_travel_together() -> None:
 def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() -> None:
     table = build("gpipe", 2, 2)
     stages: Any = {0: Stage(0, 2, fails=True)}
-    executor = Executor({0: Row(stages)}, {(0, 0, 1): Edge(remote(), remote())})
+    executor = Executor({0: stages}, {(0, 0, 1): Edge(remote(), remote())})
     with pytest.raises(StageError, match="stage 0, action 0F0: RuntimeError: out of luck"):
         executor.run(table, micro_batches(2))
     stages[0].fails = False
@@ -327,7 +326,7 @@ def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() ->
 def test_after_a_failed_step_a_pipeline_of_one_process_goes_on() -> None:
     table = build("gpipe", 2, 2, Placement.spread(2, 1))
     stages: Any = {0: Stage(0, 2), 1: Stage(1, 2, fails=True)}
-    executor = Executor({0: Row(stages)}, {(0, 0, 0): Edge(LocalChannel(CPU), LocalChannel(CPU))})
+    executor = Executor({0: stages}, {(0, 0, 0): Edge(LocalChannel(CPU), LocalChannel(CPU))})
     with pytest.raises(StageError, match="stage 1, action 1F0: RuntimeError: out of luck"):
         executor.run(table, micro_batches(2))
     stages[1].fails = False

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from hf_gpipe.modes.asynchronous.versions import Versions
+from hf_gpipe.runtime.micro_batch import StepOptions
 from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import ModeState, Planned, Row, Run, Step, StepResult, Tensors
+from hf_gpipe.runtime.step import ModeState, Planned, Rows, Run, Step, StepResult, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import ActionKind
 from hf_gpipe.schedule.table import Schedule
@@ -20,17 +21,17 @@ PERFORMED: dict[ActionKind, Performed] = {}
 class State(ModeState):
     """The versions of the weights of each stage, while a table is asynchronous."""
 
-    def __init__(self, rows: Mapping[int, Row]) -> None:
+    def __init__(self, rows: Rows) -> None:
         super().__init__(rows)
         #: By stage; empty for a synchronous table.
         self.versions: dict[int, Versions] = {}
 
     def prepare(self, schedule: Schedule) -> None:
         rows = self.rows.values() if schedule.is_asynchronous else ()
-        stages = {number: stage for row in rows for number, stage in row.stages.items()}
+        stages = {number: stage for row in rows for number, stage in row.items()}
         self.versions = {number: Versions(stage.model.parameters.values()) for number, stage in stages.items()}
 
-    def begin(self) -> None:
+    def begin(self, options: StepOptions) -> None:
         for versions in self.versions.values():
             versions.begin()
 

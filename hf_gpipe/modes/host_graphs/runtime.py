@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
 from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, is_away
 from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import ModeState, Planned, Row, Run, Step, Tensors
+from hf_gpipe.runtime.step import ModeState, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, Held
 from hf_gpipe.schedule.table import Schedule
@@ -20,9 +20,9 @@ NAME = "host_graphs"
 class State(ModeState):
     """The saved tensors of each graph that is, or will be, on the host, and the copies of each device."""
 
-    def __init__(self, rows: Mapping[int, Row]) -> None:
+    def __init__(self, rows: Rows) -> None:
         super().__init__(rows)
-        devices = {stage.device for row in rows.values() for stage in row.stages.values()}
+        devices = {stage.device for row in rows.values() for stage in row.values()}
         self.copies = {device: HostCopies(device) for device in devices}
         self.saved: dict[tuple[int, int], SavedTensors] = {}
 

@@ -1,27 +1,77 @@
-"""How the executor performs L and D, and actions whose stage has its weights for a visit."""
+"""How the executor performs L, D and H, and actions whose stage has its weights for a visit."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
-from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import ModeState, Planned, Run, Step, Tensors
-from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.modes.visits.weights import VisitingWeights
+from hf_gpipe.runtime.channel import Channel
+from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.performing import Performed, update
+from hf_gpipe.runtime.step import Message, ModeState, Planned, Rows, Run, Step, Tensors
+from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.schedule.kinds import DROP, HOST_UPDATE, LOAD, REDUCE, Resource
 from hf_gpipe.schedule.table import Schedule
+
+NAME = "visits"
 
 
 class State(ModeState):
-    """The visits of each worker's stages, which its row has."""
+    """The visits of the weights of this process's stages.
+
+    Args:
+        visits: by worker; none where no weights visit.
+        relays: the channels of `edges.connect_relays`, where stages are dealt.
+        homes: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
+        owners: the worker of each stage that this process owns.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        visits: Mapping[int, VisitingWeights] | None = None,
+        relays: Mapping[tuple[int, int, int], Channel] | None = None,
+        homes: Homes | None = None,
+        owners: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self.visits, self._relays, self.homes, self._owners = visits or {}, relays or {}, homes, owners or {}
+        self.channels = [*self._relays.values()]
+
+    def message(self, source: Action, consumer: Action, sender: int, receiver: int) -> Message | None:
+        if not source.kind.is_of_visit:
+            return None
+        number = -1 if consumer.micro_batch is None else consumer.micro_batch
+        return Message(self._relays[source.stage, sender, receiver], (number, 0), lambda _: {"done": (1,)})
+
+    def collect(self) -> None:
+        """Wait until all gradients of visiting weights are in CPU memory, for dealt stages those of all workers."""
+        for visits in self.visits.values():
+            visits.finish()
+        if self.homes is not None:
+            self.homes.collect()
 
     def reset(self) -> None:
-        for row in self.rows.values():
-            row.visits.reset()
+        for visits in self.visits.values():
+            visits.reset()
+
+    def using(self, stage: int) -> AbstractContextManager[object]:
+        visits = self.visits.get(self._owners.get(stage, -1))
+        return nullcontext() if visits is None else visits.visit(stage)
+
+
+def _state(step: Step) -> State:
+    state: State = step.modes[NAME]
+    return state
 
 
 def _visits(step: Step, planned: Planned) -> VisitingWeights:
-    return step.rows[planned.worker].visits
+    return _state(step).visits[planned.worker]
 
 
 def _load(step: Step, planned: Planned, received: Tensors) -> Tensors:
@@ -41,11 +91,49 @@ def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
-PERFORMED = {LOAD: Performed(_load), DROP: Performed(_drop)}
+def _await_host_updates(step: Step, planned: Planned) -> None:
+    _update_in_background(step, planned)
+    if planned.is_last:
+        step.complete()
+
+
+def _update_in_background(step: Step, planned: Planned) -> None:
+    """Update a dealt stage in a background thread, once its gradients are in CPU memory, while the loop goes on."""
+    state = _state(step)
+    ways = [wait for visits in state.visits.values() if (wait := visits.way_home()) is not None]
+
+    def update_stage() -> None:
+        assert step.update_stage is not None, "a table with H needs update_stage"
+        come = time.perf_counter()
+        for wait in ways:
+            wait()
+        for incoming in planned.received_in_background:
+            incoming.channel.receive(incoming.key)
+        if state.homes is not None:
+            state.homes.collect_stage(planned.action.stage)
+        begun = time.perf_counter()
+        step.update_stage(planned.action.stage, planned.action.step)
+        if step.timer is not None:
+            step.result.times.append(ActionTime(planned.action, come, time.perf_counter(), begun - come))
+
+    step.threads.begin(Resource.HOST, planned.action, update_stage)
+
+
+PERFORMED = {
+    LOAD: Performed(_load),
+    DROP: Performed(_drop),
+    HOST_UPDATE: Performed(update, _await_host_updates),
+}
+
+
+def _await_gradients(step: Step, planned: Planned) -> None:
+    step.collect()
 
 
 def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
-    """Let an action run in a visit of its stage's weights."""
+    """Let an action run in a visit of its stage's weights; G of a dealt stage waits for the gradients."""
+    if action.kind == REDUCE and schedule.placement.is_dealt:
+        return performed._replace(wait=_await_gradients)
     is_visited = LOAD in schedule.kinds and action.micro_batch is not None
     return performed._replace(run=_in_visit(performed.run)) if is_visited else performed
 

@@ -23,7 +23,6 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.memory import ALIGNMENT, aligned
-from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.settings.visits import Visitors
 
 
@@ -350,19 +349,3 @@ def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _copy(weights: Mapping[nn.Parameter, torch.Tensor], homes: Mapping[nn.Parameter, torch.Tensor]) -> None:
     for parameter, weight in weights.items():
         weight.copy_(homes[parameter], non_blocking=True)
-
-
-def visits_of(
-    run_by: Mapping[int, Mapping[int, StageModel]], visitors: Visitors | None, homes: Homes | None, world: Mesh
-) -> dict[int, VisitingWeights]:
-    """The visits of the weights of each worker's stages, for the workers of this process. Raises UserError, on every
-    process, where no weight could visit."""
-    if visitors is None:
-        return {worker: VisitingWeights({}) for worker in run_by}
-    visits = {worker: VisitingWeights(models, visitors, homes) for worker, models in run_by.items()}
-    if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
-        raise UserError(
-            "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
-            "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
-        )
-    return visits

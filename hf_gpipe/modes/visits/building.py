@@ -1,0 +1,41 @@
+"""Building stages whose weights visit: they are left in CPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.errors import UserError
+from hf_gpipe.modes.visits.runtime import State
+from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
+from hf_gpipe.pipeline.mode_builder import ModeBuilder
+from hf_gpipe.runtime.edges import connect_relays
+from hf_gpipe.runtime.step import Rows
+
+
+class Builder(ModeBuilder):
+    """Leaves weights in CPU memory, and makes their visits."""
+
+    def assembled(self, models: Mapping[int, StageModel]) -> None:
+        """One stage after another, for together they may not fit."""
+        visitors = self.building.decision.config.visits.offload_weights
+        if visitors:
+            for model in models.values():
+                leave_on_host(model, visitors, is_shared=self.building.homes is not None)
+
+    def state(self, rows: Rows) -> State | None:
+        """Raises UserError, on every process, where no weight could visit."""
+        building, world = self.building, self.building.decision.world
+        visitors = building.decision.config.visits.offload_weights
+        if not visitors:
+            return None
+        visits = {w: VisitingWeights(models, visitors, building.homes) for w, models in building.run_by.items()}
+        if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
+            raise UserError(
+                "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
+                "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
+            )
+        assert building.parameters is not None
+        frozen = {p for own in visits.values() for p in own.parameters if not p.requires_grad}
+        building.parameters.ties.leave_out(frozen)
+        return State(rows, visits, connect_relays(world), building.homes, world.own_workers)
