@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 #: The modes, a folder of `hf_gpipe.modes` each, in the order in which they change a table.
-MODES = ("host_graphs", "asynchronous", "visits", "divided_head")
+MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher")
 
 
 @cache

@@ -14,11 +14,11 @@ from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 from hf_gpipe import DistillationLoss, Pipeline, PipelineConfig
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.teacher.stage import StageWithTeacher
 from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.cutting import split_rows
-from hf_gpipe.runtime.stage_with_teacher import StageWithTeacher
 from hf_gpipe.runtime.teacher import TeacherLogits
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo

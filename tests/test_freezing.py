@@ -77,7 +77,7 @@ def in_stages(pipe: Pipeline, batch: Batch | None) -> Step:
 def made_anew(pipe: Pipeline) -> Pipeline:
     """A pipeline whose model was frozen since: as if it had been made now, in a tenth of the time."""
     pipe.weights.trainable = TrainableLayers.of(pipe.adapter, pipe.models, pipe.world)
-    pipe.stages.update(pipe.weights.trainable.stages(pipe.models, PLAIN, {}))
+    pipe.stages.update({n: pipe.weights.trainable.stage(own, PLAIN) for n, own in pipe.models.items()})
     return pipe
 
 

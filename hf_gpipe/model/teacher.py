@@ -19,7 +19,6 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.runtime.stage_with_teacher import PREFIX
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import TEACHER
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -64,7 +63,7 @@ class Teacher:
 
     def carry_dtype(self, stage: int, name: str) -> torch.dtype:
         """The type of one of its tensors that a stage receives."""
-        return self.adapter.carry_dtype(self.partition[stage][0], name.removeprefix(PREFIX))
+        return self.adapter.carry_dtype(self.partition[stage][0], name)
 
 
 def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Adapter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_gpipe.adapters import Adapter, StageModel
@@ -10,7 +10,6 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.stage_with_teacher import StageWithTeacher
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,14 @@ class TrainableLayers:
             layers.update(of_process[1])
         return cls(adapter, [layers[number] for number in range(len(adapter.layers))], own, parameters)
 
-    def stages(
-        self, models: Mapping[int, StageModel], loss: Loss, teachers: Mapping[int, StageModel]
-    ) -> dict[int, Stage]:
-        """This process's stages, which send the gradients that a trained layer needs; beside some are a teacher's."""
+    def stage(self, model: StageModel, loss: Loss, make: Callable[..., Stage] = Stage) -> Stage:
+        """A stage of this process, which sends the gradients that a trained layer needs; `make` has the arguments of
+        `Stage`."""
 
         def wants_gradient(boundary: int) -> Mapping[str, bool]:
             return self.adapter.wants_gradient(boundary, self.layers)
 
-        made: dict[int, Stage] = {}
-        for number, model in models.items():
-            teacher, given = teachers.get(number), (model, wants_gradient, loss)
-            made[number] = Stage(*given) if teacher is None else StageWithTeacher(*given, teacher)
-        return made
+        return make(model, wants_gradient, loss)
 
     def check(self, models: Mapping[int, StageModel]) -> None:
         """Raise UserError if a `requires_grad` has changed since, or nothing or a quantised model is trained."""

@@ -8,8 +8,7 @@ import os
 import torch
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.modules.kernels import kernels_of
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import UserError, listed
@@ -25,7 +24,7 @@ from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
-from hf_gpipe.runtime.stage_with_teacher import PREFIX
+from hf_gpipe.runtime.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     ranks, visitors = world.worker_ranks(config.division), config.visits.offload_weights
     kernels = kernels_of(adapter.reference) if config.liger.use_liger_kernel else {}
     homes = Homes(world) if world.placement.is_dealt else None
-    building = Building(decision, weights, seed, homes, {worker: {} for worker in world.workers})
+    building = Building(decision, weights, seed, ranks, homes, {worker: {} for worker in world.workers})
     modes: dict[str, ModeBuilder] = {name: mode.Builder(building) for name, mode in parts_of_modes("building").items()}
     for stage, layers in enumerate(decision.partition):
         for mode in modes.values():
@@ -79,22 +78,23 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     parameters = building.parameters = StageParameters(
         adapter, models, world, of_workers, bool(config.shared_updates.zero), seed, homes
     )
-    if decision.is_asynchronous or homes is not None:
-        _check_no_batch_norm(decision)
-    if decision.is_asynchronous:
-        _check_no_tie(decision, parameters)
-    teacher = decision.teacher
-    teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
-    rows = {
-        worker: parameters.trainable.stages(own, decision.loss, teachers) for worker, own in building.run_by.items()
-    }
+    for mode in modes.values():
+        mode.check()
+
+    def stage_of(number: int, model: StageModel) -> Stage:
+        makes = (mode.stage_type(number) for mode in modes.values())
+        make = next((make for make in makes if make is not None), Stage)
+        return parameters.trainable.stage(model, decision.loss, make)
+
+    rows = {worker: {n: stage_of(n, model) for n, model in own.items()} for worker, own in building.run_by.items()}
     stages = {n: rows[worker][n] for n, worker in world.own_workers.items()}
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
 
     def dtype_of(stage: int, name: str) -> torch.dtype:
-        if teacher is not None and name.startswith(PREFIX):
-            return teacher.carry_dtype(stage, name)
+        for mode in modes.values():
+            if (dtype := mode.dtype_of(stage, name)) is not None:
+                return dtype
         return adapter.carry_dtype(decision.partition[stage][0], name)
 
     edges = connect(world, dtype_of, sent)
@@ -125,24 +125,3 @@ def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:
             "is not wider: nothing would be sent in fewer bytes; name a narrower type, or leave boundary_dtype out"
         )
     return dtype
-
-
-def _check_no_batch_norm(decision: Decision) -> None:
-    """Raise UserError where moving averages would have to change between the mini-batches of a window."""
-    for name, layer in batch_norms_of(decision.adapter.reference).items():
-        raise UserError(
-            f"schedule {decision.config.schedule!r}: {name!r} is a {type(layer).__name__}, whose moving averages "
-            "change once all micro-batches of a mini-batch are there, and mini-batches overlap; use a synchronous "
-            "schedule, such as 1f1b, or a GroupNorm"
-        )
-
-
-def _check_no_tie(decision: Decision, parameters: StageParameters) -> None:
-    """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
-    for name, stages in sorted(parameters.ties.stages_of.items()):
-        if len(stages) > 1 and parameters.trainable.parameters[name]:
-            raise UserError(
-                f"schedule {decision.config.schedule!r}: {name} is tied, stages {stages} train it, and each of them "
-                "would update it at another time; use a model whose weights are not tied (tie_word_embeddings: "
-                "false), a partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
-            )

@@ -1,15 +1,21 @@
-"""What a mode does while the stages of a process are built."""
+"""The part of a mode in building the stages of a process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
+from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import Weights
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import ModeState, Rows
 
 
@@ -20,6 +26,7 @@ class Building:
     Attributes:
         weights: where they come from.
         seed: of weights that are initialised.
+        ranks: among which layers are divided; None: they are whole.
         homes: of dealt stages; None: stages are not dealt.
         run_by: the stages that each worker of this process runs.
         models: the stages that this process owns.
@@ -29,6 +36,7 @@ class Building:
     decision: Decision
     weights: Weights
     seed: int
+    ranks: ProcessRanks | None = None
     homes: Homes | None = None
     run_by: dict[int, dict[int, StageModel]] = field(default_factory=dict)
     models: dict[int, StageModel] = field(default_factory=dict)
@@ -54,6 +62,27 @@ class ModeBuilder:
     def add(self) -> None:
         """Add to the models of all stages, before it is known what is trained."""
 
+    def check(self) -> None:
+        """Raise UserError, on every process, where the parameters do not go with the mode."""
+
+    def stage_type(self, number: int) -> Callable[..., Stage] | None:
+        """A function with the arguments of `Stage` that makes a stage; None: the mode makes none."""
+        return None
+
+    def dtype_of(self, stage: int, name: str) -> torch.dtype | None:
+        """The dtype of a tensor of this name that a stage receives; None: it is not the mode's."""
+        return None
+
     def state(self, rows: Rows) -> ModeState | None:
         """The mode's state in the executor; None: that of a mode that is not on."""
         return None
+
+
+def check_no_batch_norm(decision: Decision) -> None:
+    """Raise UserError where moving averages would have to change between the mini-batches of a window."""
+    for name, layer in batch_norms_of(decision.adapter.reference).items():
+        raise UserError(
+            f"schedule {decision.config.schedule!r}: {name!r} is a {type(layer).__name__}, whose moving averages "
+            "change once all micro-batches of a mini-batch are there, and mini-batches overlap; use a synchronous "
+            "schedule, such as 1f1b, or a GroupNorm"
+        )

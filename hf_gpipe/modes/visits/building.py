@@ -8,7 +8,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
-from hf_gpipe.pipeline.mode_builder import ModeBuilder
+from hf_gpipe.pipeline.mode_builder import ModeBuilder, check_no_batch_norm
 from hf_gpipe.runtime.edges import connect_relays
 from hf_gpipe.runtime.step import Rows
 
@@ -22,6 +22,10 @@ class Builder(ModeBuilder):
         if visitors:
             for model in models.values():
                 leave_on_host(model, visitors, is_shared=self.building.homes is not None)
+
+    def check(self) -> None:
+        if self.building.homes is not None:
+            check_no_batch_norm(self.building.decision)
 
     def state(self, rows: Rows) -> State | None:
         """Raises UserError, on every process, where no weight could visit."""
