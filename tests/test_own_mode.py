@@ -10,6 +10,7 @@ import pytest
 
 import hf_gpipe.modes
 from hf_gpipe import Pipeline, registry
+from hf_gpipe.runtime import performing
 from hf_gpipe.schedule import kinds
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
@@ -45,7 +46,7 @@ def host_amounts(sums, stage):
 """
 RUNTIME = '''
 from hf_gpipe.modes.noting.table import NOTE
-from hf_gpipe.runtime.performing import Performed
+from hf_gpipe.runtime.performing import perform
 from hf_gpipe.runtime.step import ModeState
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 
@@ -60,7 +61,7 @@ def note(step, planned, received):
     step.modes["noting"].seen.append(str(planned.action))
     return {}
 
-PERFORMED = {NOTE: Performed(note)}
+perform(NOTE, note)
 
 def wrap(schedule, worker, action, performed):
     """F and B are noted as they begin."""
@@ -87,6 +88,7 @@ def mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.parts_of_modes.cache_clear()
     for name in [name for name in sys.modules if name.startswith("hf_gpipe.modes.noting")]:
         del sys.modules[name]
+    performing.PERFORMED.pop("N", None)
     kinds.KINDS.pop("N", None)  # type: ignore[call-overload]  # a kind is its letter
     kinds.needs_of.cache_clear()
     kinds.awaited_by.cache_clear()

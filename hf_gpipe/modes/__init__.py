@@ -14,6 +14,6 @@ mode has those that it needs:
     building Builder, a `ModeBuilder`: what the mode does while a pipeline is built
     runtime  what the executor calls:
              State(rows), a `ModeState`, which actions find in `Step.modes` under the mode's name
-             PERFORMED: {kind: Performed}
+             perform(kind, run) is called for each kind of the mode (`hf_gpipe.runtime.performing`)
              wrap(schedule, worker, action, performed) -> how an action is performed
 """

@@ -94,10 +94,7 @@ PERFORMED: dict[str, Performed] = {
 
 def performed(kind: ActionKind) -> Performed:
     """How a kind is performed. Raises UserError where that is not known."""
-    for mode in parts_of_modes("runtime").values():
-        if kind in mode.PERFORMED:
-            own: Performed = mode.PERFORMED[kind]
-            return own
+    parts_of_modes("runtime")  # each adds its own kinds
     if kind not in PERFORMED:
         raise UserError(
             f"the executor cannot perform the action kind {kind} ({kind.word}); add it by "
@@ -106,16 +103,25 @@ def performed(kind: ActionKind) -> Performed:
     return PERFORMED[kind]
 
 
+def perform(kind: ActionKind, run: Run, wait: Callable[[Step, Planned], None] | None = None) -> None:
+    """Let the executor perform a kind that tables know.
+
+    Args:
+        run: what an action of the kind does; it returns {} where it sends nothing.
+        wait: what it waits for before that, unless it receives a message.
+    """
+    PERFORMED[kind] = Performed(run, wait)
+
+
 def add_kind(kind: ActionKind, run: Run, wait: Callable[[Step, Planned], None] | None = None) -> ActionKind:
     """Add a kind of action to tables and to the executor; returns it.
 
     Args:
         kind: its record.
-        run: what an action of the kind does; it returns {} where it sends nothing.
-        wait: what it waits for before that, unless it receives a message.
+        run, wait: as for `perform`.
 
     Raises:
         ScheduleError: as `hf_gpipe.schedule.kinds.add_kind`.
     """
-    PERFORMED[kinds.add_kind(kind)] = Performed(run, wait)
+    perform(kinds.add_kind(kind), run, wait)
     return kind

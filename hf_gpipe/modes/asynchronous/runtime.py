@@ -10,12 +10,10 @@ from hf_gpipe.runtime.micro_batch import StepOptions
 from hf_gpipe.runtime.performing import Performed
 from hf_gpipe.runtime.step import ModeState, Planned, Rows, Run, Step, StepResult, Tensors
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import ActionKind
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.versions import Use, uses
 
 NAME = "asynchronous"
-PERFORMED: dict[ActionKind, Performed] = {}
 
 
 class State(ModeState):

@@ -13,7 +13,7 @@ from hf_gpipe.modes.divided_head.head_part import HeadPart
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.micro_batch import StepOptions
-from hf_gpipe.runtime.performing import Performed
+from hf_gpipe.runtime.performing import Performed, perform
 from hf_gpipe.runtime.step import Message, ModeState, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT
@@ -89,7 +89,8 @@ def _logits_gradient(step: Step, planned: Planned, received: Tensors) -> Tensors
     return _part(step, planned).add_gradient(step.context(planned, received))
 
 
-PERFORMED = {LOGITS: Performed(_logits), LOGITS_GRADIENT: Performed(_logits_gradient)}
+perform(LOGITS, _logits)
+perform(LOGITS_GRADIENT, _logits_gradient)
 
 
 def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:

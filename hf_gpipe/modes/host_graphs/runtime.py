@@ -8,7 +8,7 @@ import torch
 
 from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
 from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, is_away
-from hf_gpipe.runtime.performing import Performed
+from hf_gpipe.runtime.performing import Performed, perform
 from hf_gpipe.runtime.step import ModeState, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, Held
@@ -49,12 +49,13 @@ def _prefetch(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
-PERFORMED = {OFFLOAD: Performed(_offload), PREFETCH: Performed(_prefetch)}
+perform(OFFLOAD, _offload)
+perform(PREFETCH, _prefetch)
 
 
 def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
     """Let F of a graph that goes to the host keep what the graph saves, and let its backward wait until it is back."""
-    if action.micro_batch is None or action.kind in PERFORMED or not is_away(schedule, action):
+    if action.micro_batch is None or action.kind in (OFFLOAD, PREFETCH) or not is_away(schedule, action):
         return performed
     if action.kind == FORWARD:
         return performed._replace(run=_saving(performed.run))

@@ -11,7 +11,7 @@ import torch
 from hf_gpipe.modes.visits.weights import VisitingWeights
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.homes import Homes
-from hf_gpipe.runtime.performing import Performed, update
+from hf_gpipe.runtime.performing import Performed, perform, update
 from hf_gpipe.runtime.step import Message, ModeState, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import Action
@@ -119,11 +119,9 @@ def _update_in_background(step: Step, planned: Planned) -> None:
     step.threads.begin(Resource.HOST, planned.action, update_stage)
 
 
-PERFORMED = {
-    LOAD: Performed(_load),
-    DROP: Performed(_drop),
-    HOST_UPDATE: Performed(update, _await_host_updates),
-}
+perform(LOAD, _load)
+perform(DROP, _drop)
+perform(HOST_UPDATE, update, _await_host_updates)
 
 
 def _await_gradients(step: Step, planned: Planned) -> None:
