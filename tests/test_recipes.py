@@ -25,7 +25,6 @@ from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.settings.kinds import CLASSIFIER_KINDS, PAIRED_KINDS, SEQUENCE_KINDS
-from scripts.write_teacher import main as write_teacher
 from tests.data import hub_directories, multilingual
 
 REPOSITORY = Path(__file__).parents[1]
@@ -108,10 +107,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "answers.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
             row = {"prompt": f"de {number}:", "completion": f" en {number}", "label": number % 3 > 0}
-            lines.write(json.dumps(row) + "\n")
-    with (folder / "steps.jsonl").open("w", encoding="utf-8") as lines:
-        for number in range(40):
-            row = {"prompt": f"de {number}:", "completions": ["en", " of"], "labels": [True, number % 2 == 0]}
             lines.write(json.dumps(row) + "\n")
     with (folder / "reviews.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
@@ -198,8 +193,6 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         return [*overrides, f"data.path={data / 'pairs.jsonl'}"]
     if recipe.data.kind == "prompts":
         return [*overrides, f"data.path={data / 'prompts.jsonl'}", "grpo.max_completion_length=2"]
-    if recipe.data.kind == "process_rewards":
-        return [*overrides, f"data.path={data / 'steps.jsonl'}", "data.step_separator= de"]
     if recipe.data.kind == "kto":
         return [*overrides, f"data.path={data / 'answers.jsonl'}"]
     if recipe.data.kind == "classification":
@@ -303,7 +296,7 @@ def test_it_trains_once_it_is_small(
         assert "rewards/accuracies" in logged[0]
     elif recipe.data.kind == "prompts":
         assert 0 <= metrics["reward"] <= 1
-    elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings", "process_rewards"):
+    elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings"):
         assert metrics["task"] == ("image classification" if recipe.data.kind == "images" else recipe.data.kind)
         assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in (*SEQUENCE_KINDS, "image_text"):
@@ -335,17 +328,3 @@ def test_the_step_that_a_run_measures_is_of_a_whole_mini_batch(
         words = [f"training.output_dir={tmp_path / str(seed)}", f"training.seed={seed}", "training.max_steps=1"]
         job.run(load_recipe(path, [*tiny(path, data, models), *words, "training.batch_size=20"]), Job.current())
     assert measured == [20, 20]
-
-
-@pytest.mark.usefixtures("no_prediction")
-def test_a_teacher_s_file_in_place_of_the_teacher(data: Path, models: Path, tmp_path: Path) -> None:
-    path, file = REPOSITORY / "recipes/causal/distil.yaml", tmp_path / "top.safetensors"
-    words = tiny(path, data, models)
-    write_teacher([str(path), str(file), "--k", "4", *words])
-    words = [word for word in words if not word.startswith("distillation.teacher")]
-    recipe = load_recipe(
-        path,
-        [*words, "distillation.teacher=null", f"distillation.top_k_file={file}", f"training.output_dir={tmp_path}"],
-    )
-    job.run(recipe, Job.current())
-    assert json.loads((tmp_path / "metrics.json").read_text())["perplexity"] > 1

@@ -1,4 +1,4 @@
-"""Decoder-only models that classify tokens: transformers' AutoModelForTokenClassification, such as process rewards.
+"""Decoder-only models that classify tokens: transformers' AutoModelForTokenClassification.
 
 Their labels are the classes of the tokens themselves, -100 where there is none.
 """

@@ -125,7 +125,7 @@ def verify_options(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> 
     if config.cuts_rows:
         check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=packing)
         verify_chunks(adapter, packing=packing, recomputes_blocks="block" in (config.recompute or ()))
-    check_division(adapter, config.division, is_compiled=config.compiled.backend is not None, loss=loss)
+    check_division(adapter, config.division, is_compiled=config.compiled.backend is not None)
 
 
 def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
@@ -175,7 +175,7 @@ def loss_of(recipe: Recipe) -> Loss:
     if (own := _LOSSES.get(recipe.data.kind)) is not None:
         return own.of(recipe.of_loss)
     distilled, training = recipe.distillation, recipe.training
-    if distilled.teacher is None and distilled.top_k_file is None:
+    if distilled.teacher is None:
         return TokenLoss.of_settings(training)
     values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
-    return DistillationLoss.of_settings(training, **values, from_rows=distilled.top_k_file is not None)
+    return DistillationLoss.of_settings(training, **values)

@@ -150,22 +150,6 @@ def _classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: int = 1) 
     return values, words
 
 
-def evaluate_steps(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """The negative log-likelihood of the steps' labels, and how often the likelier is right. Rows: `StepExamples`."""
-    num_rows, batches = held_out.mini_batches(pipe, PairCollator(0))
-
-    def are_right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        return (logits.argmax(-1) == labels)[labels >= 0]
-
-    nll, is_right = _of_logits(pipe, batches, are_right)
-    num_steps = len(is_right)
-    share, loss = int(is_right.sum()) / num_steps, nll / num_steps
-    values = {"num_rows": num_rows, "num_steps": num_steps, "accuracy": share, "loss": loss}
-    return HeldOutReport(
-        "process_rewards", values, ("answers", f"{num_steps} steps"), f"accuracy {share:.1%}, loss {loss:.4f}"
-    )
-
-
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """`compute_metrics` of a trainer, for logits (N, C) and labels (N,)."""
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}

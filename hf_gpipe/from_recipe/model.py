@@ -19,7 +19,6 @@ from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.modules.quantised import need_bitsandbytes
 from hf_gpipe.adapters.peft import need_peft
-from hf_gpipe.adapters.token_classifiers import as_token_classifier
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import has_adapters
 from hf_gpipe.data.collate import PairCollator
@@ -40,7 +39,6 @@ _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 #: peft's names of what is not generation.
 _TASK_TYPES = {
     **dict.fromkeys(CLASSIFIER_KINDS, "SEQ_CLS"),
-    "process_rewards": "TOKEN_CLS",
     "embeddings": "FEATURE_EXTRACTION",
     "images": None,
 }
@@ -78,8 +76,6 @@ def _fields_of_kind(
     kind = recipe.data.kind
     if kind == "embeddings":
         return dict(as_embedder(config))
-    if kind == "process_rewards":
-        return as_token_classifier(config, ["wrong", "right"])
     if kind not in CLASSIFIER_KINDS:
         return {}
     labels, problem = (["LABEL_0"], None) if kind == "rewards" else (recipe.data.labels, ONE_CLASS)
@@ -199,11 +195,6 @@ def spec_of(recipe: Recipe, config: PreTrainedConfig) -> ModelSpec:
 
 
 def teacher_of(recipe: Recipe) -> ModelSpec | None:
-    """The recipe's teacher that runs beside the model; None: there is none."""
-    return None if recipe.distillation.top_k_file is not None else named_teacher(recipe)
-
-
-def named_teacher(recipe: Recipe) -> ModelSpec | None:
     """The teacher that the recipe names; None: it names none. Raises UserError where a package for it is missing."""
     model, path = recipe.model, recipe.distillation.teacher
     if path is None:

@@ -27,7 +27,6 @@ from hf_gpipe.data.examples.preferences import PreferenceExamples
 from hf_gpipe.data.examples.prompts import PromptExamples, prompted_of
 from hf_gpipe.data.examples.rewards import RewardExamples, compared_of
 from hf_gpipe.data.examples.rows import Read, ReadRow, corpus_of_rows
-from hf_gpipe.data.examples.steps import StepExamples, stepwise_of
 from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.translation.buckets import training_pairs
@@ -46,7 +45,6 @@ from hf_gpipe.from_recipe.held_out import (
     evaluate_judged,
     evaluate_preferences,
     evaluate_rewards,
-    evaluate_steps,
     evaluate_text,
 )
 from hf_gpipe.from_recipe.model import model_config
@@ -296,20 +294,6 @@ TASKS: dict[str, Task] = {
         trainer=PipelineGRPOTrainer,
         arguments=PipelineGRPOConfig,
         given=lambda recipe: {"reward_funcs": checked_by(recipe.grpo.reward)},
-    ),
-    "process_rewards": _measured(
-        evaluate_steps,
-        lambda recipe, split, tokenizer: StepExamples(
-            split,
-            tokenizer,
-            step_separator=recipe.data.step_separator,
-            max_length=recipe.data.max_length,
-            last_step_only=recipe.data.last_step_only,
-        ),
-        evaluating="judging the steps",
-        items="answers",
-        read=lambda recipe: _rows(recipe, "answers", stepwise_of),
-        size=_of_length("answers"),
     ),
     "classification": _measured(
         evaluate_classes,

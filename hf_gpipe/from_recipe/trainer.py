@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, WithTeacher
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.from_recipe.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.from_recipe.tasks import Task, task_of
@@ -64,12 +63,12 @@ def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | 
     def tokenize() -> int | None:
         """Make the datasets in the main process; the number of characters of the validation's references, if any."""
         assert prepared is not None, "the main process has prepared the data"
-        corpus, file = prepared.corpus, teacher_file(recipe, pipe)
+        corpus = prepared.corpus
         splits = {"train_dataset": corpus.train}
         if recipe.training.eval_steps:
             splits["eval_dataset"] = corpus.validation
         rows = {name: task.rows(recipe, split, prepared.tokenizer) for name, split in splits.items()}
-        given.update(rows if file is None else {name: WithTeacher(own, file) for name, own in rows.items()})
+        given.update(rows)
         counts = getattr(rows.get("eval_dataset"), "num_characters", None)
         return None if counts is None else sum(counts)
 
@@ -80,16 +79,5 @@ def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | 
     if prepared is not None:
         given["processing_class"] = prepared.tokenizer
         if task.collator is not None:
-            collator = task.collator(prepared.tokenizer, pipe)
-            has_teacher = recipe.distillation.top_k_file is not None
-            given["data_collator"] = TeacherCollator(collator) if has_teacher else collator
+            given["data_collator"] = task.collator(prepared.tokenizer, pipe)
     return task.trainer(pipe, **given)
-
-
-def teacher_file(recipe: Recipe, pipe: Pipeline) -> TeacherFile | None:
-    """The file in place of a teacher, checked; None: there is none. Raises DataError."""
-    given = recipe.distillation
-    if given.top_k_file is None:
-        return None
-    vocabulary = pipe.adapter.reference.get_output_embeddings().weight.shape[0]
-    return TeacherFile(given.top_k_file, vocabulary=vocabulary, temperature=given.temperature)

@@ -8,22 +8,18 @@ whole. The probabilities are compared as in generalized knowledge distillation (
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
-from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.errors import UserError
 from hf_gpipe.losses import vocabulary as vocabulary_loss
-from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK
-from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
 from hf_gpipe.settings.losses import DistillationSection
 from hf_gpipe.settings.section import keys_of
 
-#: The logarithm of the probability of a class that has none.
-_LEAST = -100.0
 #: Into how many parts the positions of a chunk are cut.
 _BLOCKS = 16
 
@@ -41,8 +37,6 @@ class DistillationLoss(TokenLoss):
             them divided by beta or 1 - beta.
         temperature: above 0.
         cross_entropy_share: from 0 to 1; the cross-entropy has no temperature.
-        from_rows: whether mini-batches have the teacher's most likely tokens (losses/cached_teacher.py), in place of a
-            teacher. Then p and q are of these tokens and of all others together, TRL's tail bucket.
 
     Raises:
         UserError: a value that is not allowed, or the logits are clipped, or the loss is dynamic.
@@ -51,7 +45,6 @@ class DistillationLoss(TokenLoss):
     beta: float = DistillationSection.beta
     temperature: float = DistillationSection.temperature
     cross_entropy_share: float = DistillationSection.cross_entropy_share
-    from_rows: bool = False
 
     reads = Reads.TOKENS | Reads.TEACHER
 
@@ -65,16 +58,6 @@ class DistillationLoss(TokenLoss):
             raise UserError(
                 f"label_smoothing={self.label_smoothing!r} is of the cross-entropy, and cross_entropy_share is 0"
             )
-
-    @property
-    def needs_teacher(self) -> bool:
-        return not self.from_rows
-
-    def with_passes(self, batch: Mapping[str, torch.Tensor], *passes: LogProbs) -> Mapping[str, torch.Tensor]:
-        """The mini-batch itself. Raises DataError where it lacks the teacher's tokens, and they are read."""
-        if self.from_rows and not {TEACHER_TOKENS, TEACHER_LOG_PROBS} <= batch.keys():
-            raise DataError(f"the batch has no {TEACHER_TOKENS!r}, which the loss reads; use a TeacherCollator")
-        return batch
 
     def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         length = targets.shape[1]
@@ -113,16 +96,13 @@ class DistillationLoss(TokenLoss):
         self,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        teacher: torch.Tensor | TopK,
+        teacher: torch.Tensor,
         part: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, share = torch.promote_types(logits.dtype, torch.float32), self.cross_entropy_share
         student = vocabulary_loss.log_softmax(logits.to(dtype) / self.temperature, part)
-        if isinstance(teacher, TopK):
-            losses, gradient = self._of_top_k(student, teacher)
-        else:
-            known = vocabulary_loss.log_softmax(teacher.to(dtype) / self.temperature, part)
-            losses, gradient = self._divergence(student, known, part)
+        known = vocabulary_loss.log_softmax(teacher.to(dtype) / self.temperature, part)
+        losses, gradient = self._divergence(student, known, part)
         gradient.mul_((1 - share) / self.temperature)
         losses = (1 - share) * losses.masked_fill(~self.units(targets), 0)
         if share:
@@ -152,16 +132,6 @@ class DistillationLoss(TokenLoss):
         if beta < 1:
             losses = losses + beta * total(teacher.exp() * (teacher - reference), part)
         return losses, ratio.sub_(mean[:, None]).mul_(probability).mul_(weight)
-
-    def _of_top_k(self, student: torch.Tensor, teacher: TopK) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_divergence` over the teacher's k tokens and one class of all others, (N,), and its gradient (N, V)."""
-        others = student.scatter(1, teacher.tokens, -math.inf)
-        rest = others.logsumexp(-1, keepdim=True).clamp(min=_LEAST)
-        classes = torch.cat([student.gather(1, teacher.tokens), rest], dim=-1)
-        losses, of_classes = self._divergence(classes, teacher.with_rest(student.dtype))
-        # A token's share of the class is its share of the class's gradient.
-        gradient = others.sub_(rest).exp_().mul_(of_classes[:, -1:])
-        return losses, gradient.scatter_(1, teacher.tokens, of_classes[:, :-1])
 
 
 class _Planned(DistillationLoss):

@@ -17,7 +17,6 @@ from hf_gpipe.adapters.tensor_parallel.emulated import emulate
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
-from hf_gpipe.losses.loss import PLAIN, Loss, Reads
 from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import Step, split_step
@@ -29,14 +28,13 @@ _STAGES = 3
 _TOLERANCE = 1e-6
 
 
-def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False, loss: Loss = PLAIN) -> None:
+def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False) -> None:
     """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
     if division.is_whole:
         return
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
-        "the loss reads a teacher's tokens from rows": Reads.TEACHER in loss.reads and not loss.needs_teacher,
     }
     for what, is_so in others.items():
         if is_so:

@@ -155,7 +155,7 @@ class Decision:
             _compare_commit(request.teacher, of_teacher)
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
         is_compiled = given.compiled.torch_compile
-        world.from_main(lambda: check_division(adapter, given.division, is_compiled=is_compiled, loss=loss))
+        world.from_main(lambda: check_division(adapter, given.division, is_compiled=is_compiled))
 
         if given.liger.use_liger_kernel:
             world.from_main(lambda: verify_kernels(adapter, world.device))

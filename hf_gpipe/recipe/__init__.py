@@ -22,8 +22,18 @@ from hf_gpipe.recipe.training import TrainingSection as TrainingSection
 
 #: Recipes are passed on, and reading or planning one must not run code that its author names.
 _TRUST = ("model", "trust_remote_code")
-#: Keys of earlier versions: checkpoints in memory, and parts of the positions between divided layers.
-_REMOVED = (("training", "memory_save_steps"), ("pipeline", "sequence_parallel"))
+_NO_STEPS = (
+    "process rewards are gone: leave it out, and give each step as a row of data.kind classification, with the answer "
+    "up to the step as its text"
+)
+#: Keys of earlier versions -> what to do instead.
+_REMOVED = {
+    ("training", "memory_save_steps"): "write save_steps",
+    ("pipeline", "sequence_parallel"): "leave it out",
+    ("distillation", "top_k_file"): "leave it out, and name the teacher as distillation.teacher, which runs beside",
+    ("data", "step_separator"): _NO_STEPS,
+    ("data", "last_step_only"): _NO_STEPS,
+}
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -74,6 +84,7 @@ def _recipe(data: dict[Any, Any], locations: Locations, overrides: Iterable[str]
     if kind_of(data) != kind:
         drop_unused(data, kind_of(data), keep=given)
     refuse_extends(data, locations)
+    _refuse_removed(data, locations)
     recipe = build(data, locations)
     check(recipe, locations)
     if runs and recipe.model.trust_remote_code and not {_TRUST, _TRUST[:1]} & set(given):
@@ -82,3 +93,13 @@ def _recipe(data: dict[Any, Any], locations: Locations, overrides: Iterable[str]
             f"and a file cannot allow that; read the code, then add {'.'.join(_TRUST)}=true to the command."
         )
     return recipe
+
+
+def _refuse_removed(data: dict[Any, Any], locations: Locations) -> None:
+    """Raise RecipeError for what earlier versions had, with what to do instead."""
+    for (section, key), advice in _REMOVED.items():
+        if isinstance(values := data.get(section), dict) and key in values:
+            place = locations.of((section, key))
+            raise RecipeError(f"{place}: {section}.{key} is not a key of a recipe any more: {advice}.")
+    if kind_of(data) == "process_rewards":
+        raise RecipeError(f"{locations.of(('data', 'kind'))}: data.kind is process_rewards: {_NO_STEPS}.")

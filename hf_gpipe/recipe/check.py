@@ -55,8 +55,7 @@ def _check_training(recipe: Recipe) -> None:
         raise RecipeError(
             "data.streaming is true, and a stream has no end; set training.max_steps to the number of updates."
         )
-    given = recipe.distillation
-    if training.packing and (given.teacher is not None or given.top_k_file is not None):
+    if training.packing and recipe.distillation.teacher is not None:
         raise RecipeError(
             "training.packing is true and the section distillation is given, which needs rows; leave one out."
         )

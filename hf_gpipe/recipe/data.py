@@ -23,7 +23,6 @@ from hf_gpipe.settings.kinds import (
     ROW_KINDS,
     ROW_LENGTH_KINDS,
     SEQUENCE_KINDS,
-    STEPS,
 )
 from hf_gpipe.settings.section import (
     MAY_CHANGE,
@@ -69,8 +68,7 @@ class DataSection:
     model (section `preferences`). kto: prompts with an answer and a label, true or 1 where the answer is wanted, for a
     decoder-only model (section `kto`). rewards: rows as for preferences, for a reward model, which is a decoder-only
     model with a head of one number. classification: texts with a label, for a decoder-only model with a new head or
-    that of its checkpoint. process_rewards: prompts with the steps of an answer and a label for each step, for a
-    decoder-only model with a head of two classes at the end of each step. embeddings: rows of two texts or more, the
+    that of its checkpoint. embeddings: rows of two texts or more, the
     first of which belongs to the second and not to the others, or of two texts and a score, for an encoder or a
     decoder-only model without its head (section `embeddings`). prompts: prompts with an answer, for a decoder-only
     model that learns from rewards of its own completions (section `grpo`). images: images with a label, for an image
@@ -135,7 +133,7 @@ class DataSection:
 
     path: Annotated[Place | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, kto, rewards, process_rewards, classification, embeddings, prompts: id or
+    gzipped. hub, text, chat, preferences, kto, rewards, classification, embeddings, prompts: id or
     directory of a data set. images: a directory that has a directory of images for each class, .parquet files, or the
     id of a data set. image_text: .parquet files, a directory of them, or the id of a data set. Required."""
 
@@ -198,12 +196,6 @@ class DataSection:
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
     """Which end of a conversation that is too long is kept."""
-
-    step_separator: Annotated[str, Field(min_length=1), STEPS] = "\n"
-    """Text that is put behind each step; its last token has the label of the step."""
-
-    last_step_only: Annotated[bool, STEPS] = False
-    """Whether only the label of the last step is learnt, instead of the labels of all steps."""
 
     chat_template: Annotated[Place | None, MESSAGE_KINDS] = None
     """File with a Jinja chat template, which is used and saved in place of the tokenizer's own; null: the tokenizer's

@@ -19,12 +19,10 @@ from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.modules.weight_gradients import Product, kept_bytes
 from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.libraries.transformers import cache_argument
-from hf_gpipe.losses.cached_teacher import TopK
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
-from hf_gpipe.runtime.teacher import TeacherLogits
 
 Tensors = dict[str, torch.Tensor]
 
@@ -322,16 +320,13 @@ class Stage:
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         logits = outputs.pop("logits", None)
-        teacher: TeacherLogits | TopK | None = context.teacher
-        if teacher is None and Reads.TEACHER in loss.reads:
-            teacher = TopK.of_inputs(micro_batch.inputs)
         read = LossInputs(
             micro_batch.inputs,
             micro_batch.num_units,
             micro_batch.num_tokens,
             hidden=head_inputs.get("hidden") if self.model.adapter.ends_with_head else logits,
             logits=logits,
-            teacher=teacher,
+            teacher=context.teacher,
         )
         return outputs, deferred, read
 

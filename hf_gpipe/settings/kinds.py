@@ -15,7 +15,7 @@ PAIRED_KINDS = ("preferences", "rewards")
 CLASSIFIER_KINDS = ("classification", "rewards", "images")
 
 #: Kinds whose rows are cut to `max_length` tokens.
-ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embeddings", "image_text")
+ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification", "embeddings", "image_text")
 
 #: Kinds whose rows are one sequence, which decoder-only models learn.
 SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
@@ -23,7 +23,6 @@ SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
 CLDR = ("cldr",)
 FIELDS = ("jsonl", "csv", "parquet", "hub")
 CHAT = ("chat",)
-STEPS = ("process_rewards",)
 IMAGES = ("images",)
 IMAGE_TEXT = ("image_text",)
 LABELLED = ("classification", *IMAGES)

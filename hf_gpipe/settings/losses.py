@@ -218,10 +218,6 @@ class DistillationSection:
     """The form to which the teacher's weights are quantised while they are loaded, as with `model.quantization`; null:
     as in its checkpoint."""
 
-    top_k_file: Place | None = None
-    """File with the teacher's most likely tokens for all rows, which replaces the teacher; `scripts/write_teacher.py`
-    writes it. All other tokens together count as one token. null: the teacher runs beside the model."""
-
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """0: the divergence from the teacher, KL(teacher, model); 1: KL(model, teacher); between them the generalized
     divergence of Jensen and Shannon."""
@@ -233,7 +229,5 @@ class DistillationSection:
     """Share of the cross-entropy of the targets in the loss; the divergence has the rest."""
 
     def __post_init__(self) -> None:
-        if self.teacher is None and self.top_k_file is None:
+        if self.teacher is None:
             refuse_given(self, keys_of(DistillationSection), "teacher is null; name a teacher")
-        elif self.teacher is None:
-            refuse_given(self, ("quantization",), "teacher is null, so no weights are loaded; name a teacher")

@@ -29,7 +29,7 @@ _MODELS = {
     "causal/qlora": "7b",
     "causal/offload": "3b",
     "translation/decoder-only": "1.5b",
-    **{f"causal/{name}": "1.5b" for name in ("chat", "classify", "distil", "dpo", "kto", "reward", "steps")},
+    **{f"causal/{name}": "1.5b" for name in ("chat", "classify", "distil", "dpo", "kto", "reward")},
 }
 #: Recipes whose configuration is on a hub alone.
 ABSENT = ("causal/embeddings", "images/questions")

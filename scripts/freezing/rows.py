@@ -208,12 +208,6 @@ def _judged(dice: random.Random, number: int) -> dict[str, Any]:
     return {**_completion(dice, number), "label": dice.random() < 0.6}
 
 
-def _steps(dice: random.Random, number: int) -> dict[str, Any]:
-    count = dice.randrange(1, 5)
-    steps = [text_of(dice, 12) for _ in range(count)]
-    return {"prompt": text_of(dice, 12), "completions": steps, "labels": [dice.random() < 0.7 for _ in steps]}
-
-
 def _labelled(dice: random.Random, number: int) -> dict[str, Any]:
     return {"text": text_of(dice, 40), "label": ("negative", "positive", "neutral")[dice.randrange(3)]}
 
@@ -331,11 +325,6 @@ _KINDS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "kto": (_lines(_judged), _LLAMA, f"kind: kto, {_FILE}, max_length: 40"),
     "rewards": (_lines(_preference), _LLAMA, f"kind: rewards, {_FILE}, max_length: 60"),
     "prompts": (_lines(_prompt), _LLAMA, f"kind: prompts, {_FILE}, max_length: 40"),
-    "process_rewards": (_lines(_steps), _LLAMA, f"kind: process_rewards, {_FILE}, max_length: 60"),
-    "process_rewards of last steps": (
-        *(_lines(_steps), _LLAMA),
-        f"kind: process_rewards, {_FILE}, max_length: 60, last_step_only: true, step_separator: ' the'",
-    ),
     "classification": (
         *(_lines(_labelled), _LLAMA),
         f"kind: classification, {_FILE}, labels: [negative, positive, neutral], max_length: 30",

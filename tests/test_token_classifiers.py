@@ -1,4 +1,4 @@
-"""Process rewards: loss and gradients of a plain loop, token ids of TRL's PRMTrainer, and a head that LoRA trains."""
+"""Classifiers of tokens: loss and gradients of a plain loop, and a head that LoRA trains."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.__main__ import main
 from hf_gpipe.adapters.token_classifiers import as_token_classifier
 from hf_gpipe.data import PairCollator
-from hf_gpipe.data.examples.steps import StepExamples
 from hf_gpipe.errors import DataError, UserError
-from tests.data.chat_templates import tokenizer
 from tests.trainers.test_dpo import config
 from tests.training.toy import arguments
 
-ROWS: list[dict[str, Any]] = [
-    {
-        "prompt": f"{number} and {number}?",
-        "completions": ["add", f"{2 * number}", "done"][: 1 + number % 3],
-        "labels": [True, number % 2 == 0, True][: 1 + number % 3],
-    }
+ROWS = [
+    {"input_ids": [number % 9 + 1, *range(3, 6 + number)], "labels": [-100, number % 2, *[-100] * (1 + number), 1]}
     for number in range(7)
 ]
 
@@ -41,7 +35,7 @@ def plain_model(dtype: torch.dtype = torch.float64) -> Any:
 
 
 def test_loss_and_every_gradient(tmp_path: Path) -> None:
-    batch = PairCollator(0)(list(StepExamples(ROWS, tokenizer())))
+    batch = PairCollator(0)(ROWS)
     plain = plain_model()
     logits = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     expected = F.cross_entropy(logits.transpose(1, 2), batch["labels"])  # the mean over the labels
@@ -62,28 +56,6 @@ def test_loss_and_every_gradient(tmp_path: Path) -> None:
     assert again.eval_step(batch).loss == pytest.approx(expected.item(), abs=1e-7)
 
 
-def test_ids_are_those_of_trl() -> None:
-    """Its rule in a few lines; rows may be cut."""
-    made = tokenizer()
-    for separator, longest, last in (("\n", None, False), (" .", 14, False), ("\n", None, True)):
-        wanted = []
-        for row in ROWS:
-            begin = [] if made.bos_token_id is None else [made.bos_token_id]
-            ids = begin + made(row["prompt"], add_special_tokens=False)["input_ids"]
-            labels = [-100] * len(ids)
-            for number, (step, label) in enumerate(zip(row["completions"], row["labels"], strict=True)):
-                own = [
-                    token for text in (step, separator) for token in made(text, add_special_tokens=False)["input_ids"]
-                ]
-                is_learnt = not last or number == len(row["labels"]) - 1
-                ids += own
-                labels += [-100] * (len(own) - 1) + [int(label) if is_learnt else -100]
-            if any(label != -100 for label in labels[:longest]):
-                wanted.append({"input_ids": ids[:longest], "labels": labels[:longest]})
-        found = StepExamples(ROWS, made, step_separator=separator, max_length=longest, last_step_only=last)
-        assert [found[index] for index in range(len(found))] == wanted
-
-
 def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     made = config()
@@ -95,11 +67,10 @@ def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
         config_overrides=as_token_classifier(made, ["wrong", "right"]),
         peft_config=peft.LoraConfig(task_type="TOKEN_CLS", target_modules=["q_proj"]),
     )
-    examples = StepExamples(ROWS, tokenizer())
     args = arguments(tmp_path / "out", max_steps=2, logging_steps=1)
-    trainer = PipelineTrainer(pipe, args, PairCollator(0), examples, examples)
+    trainer = PipelineTrainer(pipe, args, PairCollator(0), ROWS, ROWS)
     trainer.train()
-    batch = PairCollator(0)(list(examples))
+    batch = PairCollator(0)(ROWS)
     loss = pipe.eval_step(batch).loss
     trainer.save_model(str(tmp_path / "adapters"))
     assert main(["merge", str(tmp_path / "adapters"), "--output", str(tmp_path / "merged")]) == 0
@@ -109,15 +80,6 @@ def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    for row, message in (
-        ({"labels": [True]}, "'completions' and 'labels' must be lists, with a label for each of the steps"),
-        ({"labels": [2] * 3}, "'labels' has 2; a label is true where the step is right"),
-        ({"completions": [""] * 3}, "field 'completions' is ''"),
-    ):
-        with pytest.raises(DataError, match=message):
-            StepExamples([ROWS[2] | row], tokenizer())
-    with pytest.raises(DataError, match=r"none is left in 2 tokens: .* no end of a step .*; raise max_length"):
-        StepExamples(ROWS, tokenizer(), max_length=2)
     plain = plain_model()
     plain.config.classifier_dropout = 0.1
     with pytest.raises(UserError, match="dropout before the head of tokens is not supported"):
