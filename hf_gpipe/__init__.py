@@ -14,25 +14,25 @@ if TYPE_CHECKING:  # `as` tells type checkers that a name is public
     from hf_gpipe.from_recipe.transformer_size import transformer_config as transformer_config
     from hf_gpipe.losses.custom import LogitsLoss as LogitsLoss
     from hf_gpipe.losses.custom import RowLoss as RowLoss
-    from hf_gpipe.losses.distillation import DistillationLoss as DistillationLoss
-    from hf_gpipe.losses.embedding import EmbeddingLoss as EmbeddingLoss
     from hf_gpipe.losses.loss import Loss as Loss
     from hf_gpipe.losses.loss import LossInputs as LossInputs
     from hf_gpipe.losses.loss import Reads as Reads
     from hf_gpipe.pipeline import Pipeline as Pipeline
     from hf_gpipe.settings.pipeline import PipelineConfig as PipelineConfig
-    from hf_gpipe.trainers.dpo import PipelineDPOConfig as PipelineDPOConfig
-    from hf_gpipe.trainers.dpo import PipelineDPOTrainer as PipelineDPOTrainer
-    from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
-    from hf_gpipe.trainers.embeddings import PipelineEmbeddingTrainer as PipelineEmbeddingTrainer
-    from hf_gpipe.trainers.grpo import PipelineGRPOConfig as PipelineGRPOConfig
-    from hf_gpipe.trainers.grpo import PipelineGRPOTrainer as PipelineGRPOTrainer
-    from hf_gpipe.trainers.kto import PipelineKTOConfig as PipelineKTOConfig
-    from hf_gpipe.trainers.kto import PipelineKTOTrainer as PipelineKTOTrainer
-    from hf_gpipe.trainers.reward import PipelineRewardConfig as PipelineRewardConfig
-    from hf_gpipe.trainers.reward import PipelineRewardTrainer as PipelineRewardTrainer
-    from hf_gpipe.trainers.sft import PipelineSFTTrainer as PipelineSFTTrainer
-    from hf_gpipe.trainers.sft_config import PipelineSFTConfig as PipelineSFTConfig
+    from hf_gpipe.tasks.distil import DistillationLoss as DistillationLoss
+    from hf_gpipe.tasks.dpo import PipelineDPOConfig as PipelineDPOConfig
+    from hf_gpipe.tasks.dpo import PipelineDPOTrainer as PipelineDPOTrainer
+    from hf_gpipe.tasks.embeddings import EmbeddingLoss as EmbeddingLoss
+    from hf_gpipe.tasks.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
+    from hf_gpipe.tasks.embeddings import PipelineEmbeddingTrainer as PipelineEmbeddingTrainer
+    from hf_gpipe.tasks.grpo.config import PipelineGRPOConfig as PipelineGRPOConfig
+    from hf_gpipe.tasks.grpo.trainer import PipelineGRPOTrainer as PipelineGRPOTrainer
+    from hf_gpipe.tasks.kto import PipelineKTOConfig as PipelineKTOConfig
+    from hf_gpipe.tasks.kto import PipelineKTOTrainer as PipelineKTOTrainer
+    from hf_gpipe.tasks.reward import PipelineRewardConfig as PipelineRewardConfig
+    from hf_gpipe.tasks.reward import PipelineRewardTrainer as PipelineRewardTrainer
+    from hf_gpipe.tasks.sft import PipelineSFTConfig as PipelineSFTConfig
+    from hf_gpipe.tasks.sft import PipelineSFTTrainer as PipelineSFTTrainer
     from hf_gpipe.training.arguments import PipelineTrainingArguments as PipelineTrainingArguments
     from hf_gpipe.training.trainer import PipelineTrainer as PipelineTrainer
 
@@ -43,17 +43,16 @@ _NAMES_OF = {
     "pipeline": ("Pipeline",),
     "settings.pipeline": ("PipelineConfig",),
     "losses.custom": ("LogitsLoss", "RowLoss"),
-    "losses.distillation": ("DistillationLoss",),
+    "tasks.distil": ("DistillationLoss",),
     "losses.loss": ("Loss", "LossInputs", "Reads"),
     "training.arguments": ("PipelineTrainingArguments",),
-    "trainers.dpo": ("PipelineDPOConfig", "PipelineDPOTrainer"),
-    "losses.embedding": ("EmbeddingLoss",),
-    "trainers.embeddings": ("PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
-    "trainers.grpo": ("PipelineGRPOConfig", "PipelineGRPOTrainer"),
-    "trainers.kto": ("PipelineKTOConfig", "PipelineKTOTrainer"),
-    "trainers.reward": ("PipelineRewardConfig", "PipelineRewardTrainer"),
-    "trainers.sft": ("PipelineSFTTrainer",),
-    "trainers.sft_config": ("PipelineSFTConfig",),
+    "tasks.dpo": ("PipelineDPOConfig", "PipelineDPOTrainer"),
+    "tasks.embeddings": ("EmbeddingLoss", "PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
+    "tasks.grpo.config": ("PipelineGRPOConfig",),
+    "tasks.grpo.trainer": ("PipelineGRPOTrainer",),
+    "tasks.kto": ("PipelineKTOConfig", "PipelineKTOTrainer"),
+    "tasks.reward": ("PipelineRewardConfig", "PipelineRewardTrainer"),
+    "tasks.sft": ("PipelineSFTConfig", "PipelineSFTTrainer"),
     "training.trainer": ("PipelineTrainer",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names}

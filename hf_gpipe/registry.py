@@ -1,4 +1,4 @@
-"""Modes by name: the packages above find the parts of a mode here, and import none."""
+"""Modes and tasks by name: the packages above them find their parts here, and import none."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 #: The modes, a folder of `hf_gpipe.modes` each, in the order in which they change a table.
 MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher")
+
+#: The modules of `hf_gpipe.tasks` for the kinds of data that these have; any other kind is the name of its module.
+TASKS = {
+    **dict.fromkeys(("cldr", "jsonl", "csv", "parquet", "parallel", "hub"), "translation"),
+    "chat": "sft",
+    "preferences": "dpo",
+    "rewards": "reward",
+    "classification": "classify",
+    "prompts": "grpo",
+}
 
 
 @cache
@@ -16,3 +27,14 @@ def parts_of_modes(part: str) -> dict[str, ModuleType]:
     """The module of this name of each mode that has one, such as "table" (`hf_gpipe.modes` lists them)."""
     names = {mode: f"hf_gpipe.modes.{mode}.{part}" for mode in MODES}
     return {mode: import_module(name) for mode, name in names.items() if find_spec(name) is not None}
+
+
+def task_module(name: str) -> Any:
+    """The module of a task, by its name in `hf_gpipe.tasks` or by its kind of data."""
+    return import_module(f"hf_gpipe.tasks.{TASKS.get(name, name)}")
+
+
+def has_own_task(kind: Any) -> bool:
+    """Whether a kind of data is the name of a module of `hf_gpipe.tasks`, and no task of another kind."""
+    is_name = isinstance(kind, str) and kind.isidentifier() and kind not in TASKS.values()
+    return is_name and find_spec(f"hf_gpipe.tasks.{kind}") is not None

@@ -28,7 +28,7 @@ from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.settings.section import keys_of
 from hf_gpipe.settings.words import describe
-from hf_gpipe.trainers.sft_config import PipelineSFTConfig
+from hf_gpipe.tasks.sft import PipelineSFTConfig
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, REFUSED
 from hf_gpipe.training.surface import FIXED, READ_ONLY

@@ -45,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("trainers",),
     ("from_recipe",),
+    ("tasks",),
     ("commands",),
     ("train",),
     ("__main__",),

@@ -11,9 +11,9 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
-from hf_gpipe.losses.distillation import DistillationLoss
 from hf_gpipe.settings.mode import TEACHER
 from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.tasks.distil import DistillationLoss
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
 CONFIG = tiny_config("llama", tied=False)

@@ -13,8 +13,6 @@ import transformers
 
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.data import build_corpus
-from hf_gpipe.data.examples.image_text import read_processor
-from hf_gpipe.data.examples.images import image_corpus, image_processor
 from hf_gpipe.data.files import check_files
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
@@ -22,6 +20,8 @@ from hf_gpipe.from_recipe.processors import tokenizer_of
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.recipe import DataSection, load_recipe
 from hf_gpipe.sources import is_here
+from hf_gpipe.tasks.image_text import read_processor
+from hf_gpipe.tasks.images import image_corpus, image_processor
 from hf_gpipe.training.generating import generation_config_of
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -6,24 +6,27 @@ through them:
 
     files, formats, hub      which files a path means; rows of files, and of data sets of the Hub
     fields, image_files      the fields of rows; the images of rows
-    splits                   a corpus: items of any kind in three splits
+    splits, rows             a corpus: items of any kind in three splits, or rows as they are
     translation/             pairs: all at once, memory-mapped, or as a stream; sampling by language; pairs to examples
-    examples/                the other kinds of data: rows to examples, and collators of what only they have
+    chats, chat_labels       conversations and preferences in any form; their ids, and which of them are learnt
+    encoded, chat_examples   rows to examples, kept in the cache; those of conversations
+    packed_rows              which rows share a row
     store, threads           the cache of prepared data; work in threads
     tokenizer                training a tokenizer
     batches, collate         the examples of each mini-batch; examples to tensors
 """
 
+from typing import Any
+
 from hf_gpipe.data.batches import length_bucketed_batches as length_bucketed_batches
 from hf_gpipe.data.batches import shuffled_batches as shuffled_batches
+from hf_gpipe.data.chat_examples import ChatExamples as ChatExamples
+from hf_gpipe.data.chat_examples import SFTCollator as SFTCollator
+from hf_gpipe.data.chat_examples import SFTExamples as SFTExamples
+from hf_gpipe.data.collate import ExampleCollator as ExampleCollator
+from hf_gpipe.data.collate import ExampleCollator as LabelCollator  # noqa: F401  # its names in earlier versions
+from hf_gpipe.data.collate import ExampleCollator as PreferenceCollator  # noqa: F401
 from hf_gpipe.data.collate import PairCollator as PairCollator
-from hf_gpipe.data.examples.chat_examples import ChatExamples as ChatExamples
-from hf_gpipe.data.examples.labelled import LabelCollator as LabelCollator
-from hf_gpipe.data.examples.labelled import LabelledExamples as LabelledExamples
-from hf_gpipe.data.examples.preferences import PreferenceCollator as PreferenceCollator
-from hf_gpipe.data.examples.preferences import PreferenceExamples as PreferenceExamples
-from hf_gpipe.data.examples.sft import SFTCollator as SFTCollator
-from hf_gpipe.data.examples.sft import SFTExamples as SFTExamples
 from hf_gpipe.data.splits import Corpus as Corpus
 from hf_gpipe.data.tokenizer import train_tokenizer as train_tokenizer
 from hf_gpipe.data.translation.corpus import build_corpus as build_corpus
@@ -32,3 +35,13 @@ from hf_gpipe.data.translation.stream import PairStream as PairStream
 from hf_gpipe.data.translation.stream import StreamedCorpus as StreamedCorpus
 from hf_gpipe.data.translation.tokenized import StreamedExamples as StreamedExamples
 from hf_gpipe.data.translation.tokenized import TokenizedPairs as TokenizedPairs
+from hf_gpipe.registry import task_module
+
+#: Examples that stand in the modules of their tasks.
+_OF_TASKS = {"LabelledExamples": "classify", "PreferenceExamples": "dpo"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TASKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(task_module(_OF_TASKS[name]), name)

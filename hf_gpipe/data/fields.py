@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_gpipe.errors import DataError, listed, nearest
@@ -18,6 +18,28 @@ def text_in(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: boo
         raise DataError(f"{where}: field {field!r} is {shorten(repr(value))}; it must be text that is not empty")
     check_characters(value, field, where)
     return value
+
+
+UNLABELLED = -1
+"""The label that data sets have in place of labels that they keep secret."""
+
+
+def class_of(where: str, label: Any, labels: Sequence[str], label_field: str) -> int:
+    """The number of a label, which is one of `labels` or such a number. Raises DataError, by the row and the field."""
+    if isinstance(label, str) and label in labels:
+        return labels.index(label)
+    if label == UNLABELLED:
+        raise DataError(
+            f"{where}: field {label_field!r} is {UNLABELLED}, as of a row without a label; evaluate on a split that "
+            "has labels (evaluation.split), or leave such rows out"
+        )
+    if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < len(labels):
+        hint = nearest(label, labels) if isinstance(label, str) else ""
+        raise DataError(
+            f"{where}: field {label_field!r} is {label!r}{hint}; it must be one of data.labels, "
+            f"{listed(list(labels))}, or a number from 0 to {len(labels) - 1}"
+        )
+    return label
 
 
 def check_characters(text: str, field: str, where: str) -> None:

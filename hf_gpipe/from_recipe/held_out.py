@@ -1,4 +1,4 @@
-"""How well a model does on held-out rows: the loss of text, the accuracy of classes, and that of preferences.
+"""How well a model does on held-out rows: what the reports of tasks share, and that of the loss.
 
 Every process calls the functions here, with the same arguments, and gets the same report. The rows are made in the main
 process alone. Logits are not clipped and labels not smoothed.
@@ -13,21 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.nn import functional as F
-from transformers import EvalPrediction, PreTrainedTokenizerBase, default_data_collator
+from transformers import EvalPrediction
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.collate import PairCollator, tokens_of
-from hf_gpipe.data.examples.embeddings import EmbeddingCollator
-from hf_gpipe.data.examples.kto import KTOCollator
-from hf_gpipe.data.examples.labelled import LabelCollator
-from hf_gpipe.data.examples.preferences import PreferenceCollator
-from hf_gpipe.data.examples.prompts import PromptCollator
-from hf_gpipe.data.examples.rewards import RewardCollator
-from hf_gpipe.from_recipe.checkable import checked_by
-from hf_gpipe.losses.embedding import EmbeddingLoss
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.loader import Batch, Collate
 from hf_gpipe.training.predicting import from_last_stage, predict, shared_batches
 
@@ -92,10 +83,6 @@ class HeldOut:
         )
 
 
-Evaluate = Callable[[Pipeline, HeldOut], HeldOutReport]
-"""(the model, the rows) -> the report."""
-
-
 def evaluate_text(pipe: Pipeline, held_out: HeldOut, collate: Collate | None = None) -> HeldOutReport:
     """The loss per target token, each counting alike, and its exponential; rows are {"input_ids", "labels"}.
 
@@ -104,7 +91,7 @@ def evaluate_text(pipe: Pipeline, held_out: HeldOut, collate: Collate | None = N
     # The mask leaves padding out, so any token serves as padding.
     num_rows, batches = held_out.mini_batches(pipe, collate or PairCollator(0))
     nll, num_tokens = 0.0, 0
-    for log_probs, batch in _log_probs(pipe, batches):
+    for log_probs, batch in log_probs_of(pipe, batches):
         nll -= float(log_probs.sum())
         num_tokens += int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
     return text_report(num_rows, num_tokens, nll / max(num_tokens, 1))
@@ -118,29 +105,14 @@ def text_report(num_rows: int, num_tokens: int, loss: float) -> HeldOutReport:
     return HeldOutReport("language modelling", values, ("text", f"{num_tokens} tokens"), words)
 
 
-def evaluate_classes(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """The negative log-likelihood of the right class per text, and how often the most likely class is the right one.
-
-    The rows are those of `LabelledExamples`.
-    """
-    values, words = _classes(pipe, held_out, LabelCollator.for_config(pipe.adapter.config))
-    return HeldOutReport("classification", values, ("texts", f"{values['num_rows']} texts"), words)
-
-
-def evaluate_images(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """The report of `evaluate_classes`, with the share of rows whose class is among the five most likely ones."""
-    values, words = _classes(pipe, held_out, default_data_collator, top=5)
-    return HeldOutReport("image classification", values, ("images", f"{values['num_rows']} images"), words)
-
-
-def _classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: int = 1) -> tuple[dict[str, float], str]:
+def measure_classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: int = 1) -> tuple[dict[str, float], str]:
     """The metrics of classes, and these in words; `top` is how many of the most likely ones are looked at too."""
     num_rows, batches = held_out.mini_batches(pipe, collate)
 
     def are_right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
         return np.argsort(-logits, axis=-1, kind="stable")[:, :top] == labels[:, None]
 
-    nll, is_right = _of_logits(pipe, batches, are_right)
+    nll, is_right = of_logits(pipe, batches, are_right)
     shares, loss = (is_right.sum(axis=0).cumsum() / num_rows).tolist(), nll / num_rows
     values = {"num_rows": num_rows, "accuracy": shares[0], "loss": loss}
     words = f"accuracy {shares[0]:.1%}, loss {loss:.4f}"
@@ -155,36 +127,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}
 
 
-def evaluate_preferences(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """How often the chosen answer is more likely than the rejected one, without a reference; and the mean
-    log-probabilities of both. The rows are the pairs of `PreferenceExamples`."""
-    # The mask leaves padding out, so any token serves as padding.
-    _, batches = held_out.mini_batches(pipe, PreferenceCollator(0))
-    log_probs = torch.cat([own for own, _ in _log_probs(pipe, batches)]).view(-1, 2)
-    chosen, rejected = log_probs.unbind(dim=1)
-    share = float((chosen > rejected).double().mean())
-    means = float(chosen.mean()), float(rejected.mean())
-    values = {"num_pairs": len(chosen), "accuracy": share, "logps_chosen": means[0], "logps_rejected": means[1]}
-    words = (
-        f"the chosen answer is the more likely one in {share:.1%}; log-probabilities: chosen {means[0]:.2f}, rejected "
-        f"{means[1]:.2f}"
-    )
-    return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
-
-
-def evaluate_judged(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """The mean log-probabilities of answers that are wanted and of the others; rows are of `KTOExamples`."""
-    _, batches = held_out.mini_batches(pipe, KTOCollator(0, has_mismatches=False))
-    judged = [(log_probs, batch["desirable"]) for log_probs, batch in _log_probs(pipe, batches)]
-    log_probs, is_wanted = (torch.cat(parts) for parts in zip(*judged, strict=True))
-    kinds = {"chosen": log_probs[is_wanted], "rejected": log_probs[~is_wanted]}
-    means = {f"logps_{name}": float(own.mean()) for name, own in kinds.items() if len(own)}
-    words = ", ".join(f"{name.removeprefix('logps_')} {mean:.2f}" for name, mean in means.items())
-    values = {"num_rows": len(log_probs), **means}
-    return HeldOutReport("kto", values, ("answers", f"{len(log_probs)} answers"), f"log-probabilities: {words}")
-
-
-def _of_logits(
+def of_logits(
     pipe: Pipeline, batches: Iterator[Batch], measure: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> tuple[float, np.ndarray]:
     """The negative log-likelihood of all rows, and what `measure` makes of the logits and labels of each mini-batch.
@@ -199,98 +142,20 @@ def _of_logits(
     return nll, from_last_stage(pipe, np.concatenate(parts) if parts else None)
 
 
-def _log_probs(pipe: Pipeline, batches: Iterator[Batch]) -> Iterator[tuple[torch.Tensor, Batch]]:
+def log_probs_of(pipe: Pipeline, batches: Iterator[Batch]) -> Iterator[tuple[torch.Tensor, Batch]]:
     """The log-probabilities of the rows of each mini-batch, and the mini-batch, in every process."""
     with pipe.ties.holding_values():
         for batch in shared_batches(batches, pipe.world):
             yield pipe.log_probs(batch), batch
 
 
-def evaluate_rewards(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """How often the chosen answer has the larger reward, and the mean difference; rows are of `RewardExamples`."""
-    collate = RewardCollator(pipe.adapter.config.get_text_config().pad_token_id)
-    num_pairs, batches = held_out.mini_batches(pipe, collate)
-    _, scores = _of_logits(pipe, batches, lambda logits, labels: logits.reshape(-1, 2).astype(np.float64))
-    chosen, rejected = scores.T
-    share, margin = float((chosen > rejected).mean()), float((chosen - rejected).mean())
-    values = {"num_pairs": num_pairs, "accuracy": share, "margin": margin}
-    words = f"the chosen answer has the larger reward in {share:.1%}; mean difference {margin:.3f}"
-    return HeldOutReport("rewards", values, ("preferences", f"{num_pairs} pairs"), words)
-
-
-def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
-    """How cosines of embeddings agree with what belongs together; the rows are those of `EmbeddingExamples`.
-
-    With scores it is Spearman's correlation of cosine and score, NaN where all of either are equal. Otherwise it is how
-    often an anchor's own positive is the nearest among those of all examples, and the mean of 1 / its rank. Another
-    text that is as near counts as nearer, so a model that gives all texts the same embedding is never right.
-    """
+def evaluate_loss(pipe: Pipeline, held_out: HeldOut, collate: Collate, task: str, items: str) -> HeldOutReport:
+    """The loss of training per example, with the metrics that it notes; an example is a unit of the loss."""
     loss = pipe.loss
-    assert isinstance(loss, EmbeddingLoss)
-    # The mask leaves padding out, so any token serves as padding.
-    _, batches = held_out.mini_batches(pipe, EmbeddingCollator(0, loss.texts))
-    vectors, scores = [], []
-    texts: list[tuple[int, ...]] = []
-    with pipe.ties.holding_values():
-        for batch in shared_batches(batches, pipe.world):
-            vectors.append(F.normalize(pipe.embed(batch), dim=1))
-            scores.append(batch["labels"][:: loss.texts])
-            texts += map(tuple, tokens_of(batch)[1 :: loss.texts])
-    anchor, positive, *_ = torch.cat(vectors).view(-1, loss.texts, vectors[0].shape[1]).unbind(dim=1)
-    score, number = torch.cat(scores).double(), len(anchor)
-    values: dict[str, float] = {"num_examples": number}
-    if loss.loss_type == "cosine":
-        # Rounding alone makes no difference of cosines.
-        ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
-        values["spearman"] = math.nan
-        words = "Spearman's correlation is not known: all cosines or all scores are equal"
-        if (ranks != ranks[:, :1]).any(dim=1).all():
-            values["spearman"] = float(torch.corrcoef(ranks)[0, 1])
-            words = f"Spearman's correlation of cosine and score {values['spearman']:.4f}"
-    else:
-        numbers = {text: number for number, text in enumerate(texts)}
-        text = torch.tensor([numbers[own] for own in texts])
-        blocks = zip(anchor.split(1024), (anchor * positive).sum(1).split(1024), text.split(1024), strict=True)
-        # A comparison with NaN is false, so a text whose cosine is NaN counts as nearer.
-        is_further = (
-            (some @ positive.t() < own[:, None] - 1e-12) | (of_own[:, None] == text) for some, own, of_own in blocks
-        )
-        ranks = 1 + torch.cat([(~block).sum(1) for block in is_further]).double()
-        values |= {"accuracy": float((ranks == 1).double().mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
-        words = (
-            f"an anchor's own text is the nearest of {number} in {values['accuracy']:.1%}, mean reciprocal rank "
-            f"{values['mean_reciprocal_rank']:.4f}"
-        )
-    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"), words)
-
-
-def evaluate_completions(
-    pipe: Pipeline,
-    held_out: HeldOut,
-    tokenizer: PreTrainedTokenizerBase | None,
-    reward: str,
-    max_completion_length: int,
-) -> HeldOutReport:
-    """The mean of a checkable reward over the most likely completions of held-out prompts, and how many have 1."""
-    world = pipe.world
-    end = world.from_main(lambda: None if tokenizer is None else tokenizer.eos_token_id)
-    number, batches = held_out.mini_batches(pipe, PromptCollator(end or 0))
-    rewards: list[float] = []
-    for batch in shared_batches(batches, world):
-        tokens = completions_of(pipe, batch, end, max_completion_length, do_sample=False)
-
-        def of_batch(batch: Batch = batch, completions: torch.Tensor = tokens) -> list[float]:
-            assert tokenizer is not None, "the main process has the tokenizer"
-            answers = [held_out.rows.rows[row]["answer"] for row in batch["row"].tolist()]
-            return checked_by(reward)(tokenizer.batch_decode(completions, skip_special_tokens=True), answers)
-
-        rewards += world.from_main(of_batch)
-    mean, share = sum(rewards) / number, sum(value == 1 for value in rewards) / number
-    values = {"num_prompts": number, "reward": mean, "share_right": share}
-    return HeldOutReport("prompts", values, ("prompts", f"{number} prompts"), f"reward {mean:.3f}, right {share:.1%}")
-
-
-def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """The rank of each of several numbers, (N,) in float64; equal numbers have their mean rank."""
-    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2).double()[inverse]
+    assert isinstance(loss, NotingLoss)
+    num_rows, batches = held_out.mini_batches(pipe, collate)
+    loss.take(is_training=False)
+    total = sum(float(predicted.evaluation.row_nll.sum()) for predicted in predict(pipe, batches))
+    metrics = {"loss": total / num_rows, **loss.means(pipe.world.all_reduce, is_training=False)}
+    words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return HeldOutReport(task, {"num_rows": num_rows, **metrics}, (items, f"{num_rows} {items}"), words)

@@ -26,7 +26,7 @@ from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError,
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.recipe.transformer import with_transformer
-from hf_gpipe.settings.kinds import CLASSIFIER_KINDS
+from hf_gpipe.registry import task_module
 
 #: Families whose decoder starts with the padding token; the others' start with the end-of-sequence token.
 _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
@@ -36,12 +36,14 @@ _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id"
 _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 
 
-#: peft's names of what is not generation.
-_TASK_TYPES = {
-    **dict.fromkeys(CLASSIFIER_KINDS, "SEQ_CLS"),
-    "embeddings": "FEATURE_EXTRACTION",
-    "images": None,
-}
+#: peft's names of what is no generation, by the heads of tasks.
+_TASK_TYPES = {"classes": "SEQ_CLS", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION", "images": None}
+
+
+def _head_of(recipe: Recipe) -> str:
+    """The head of the model that the recipe's task learns, as `Task.head` names it."""
+    head: str = task_module(recipe.data.kind).TASK.head
+    return head
 
 
 def _autocast_of(recipe: Recipe) -> torch.dtype | None:
@@ -61,7 +63,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
         UserError: an unknown family or field, a value that does not fit, or one that contradicts the tokenizer.
     """
     config = _config_of_language_model(recipe, tokenizer)
-    if recipe.data.kind == "embeddings" or not config.is_encoder_decoder:
+    if _head_of(recipe) == "none" or not config.is_encoder_decoder:
         change(config, _fields_of_kind(recipe, config, tokenizer))
     return config
 
@@ -73,14 +75,14 @@ def _fields_of_kind(
 
     Raises UnsupportedModelError where the family has no such model.
     """
-    kind = recipe.data.kind
-    if kind == "embeddings":
+    kind, head = recipe.data.kind, _head_of(recipe)
+    if head == "none":
         return dict(as_embedder(config))
-    if kind not in CLASSIFIER_KINDS:
+    if head == "lm":
         return {}
-    labels, problem = (["LABEL_0"], None) if kind == "rewards" else (recipe.data.labels, ONE_CLASS)
+    labels, problem = (["LABEL_0"], None) if head == "score" else (recipe.data.labels, ONE_CLASS)
     try:
-        if kind == "images":
+        if head == "images":
             return IMAGE_CLASSIFICATION.fields(config, labels) | {"problem_type": problem}
         padding = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
         return as_classifier(config, labels, padding, problem)
@@ -133,7 +135,7 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
     for name in given:
         if name not in known:
             raise RecipeError(f"model.config.{name} is not a field of a {family} configuration{nearest(name, known)}")
-    if recipe.data.kind == "images":
+    if _head_of(recipe) == "images":
         pass
     elif tokenizer is None:
         # Any token does that is in the vocabulary, as the family's own defaults may not be.
@@ -245,5 +247,5 @@ def _peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
         lora_dropout=lora.lora_dropout,
         target_modules=lora.target_modules or "all-linear",
         modules_to_save=lora.modules_to_save or None,
-        task_type=_TASK_TYPES.get(recipe.data.kind, task_type),
+        task_type=_TASK_TYPES.get(_head_of(recipe), task_type),
     )

@@ -1,7 +1,4 @@
-"""The tokenizer of a recipe, or what prepares its rows in place of one.
-
-Each function takes the recipe, the corpus, and the checkpoint that a run resumes from; None: it begins.
-"""
+"""The tokenizer of a recipe."""
 
 from __future__ import annotations
 
@@ -10,18 +7,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.examples.image_text import read_processor
-from hf_gpipe.data.examples.images import image_processor
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UserError
-from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.recipe import Recipe
 
 
 def tokenizer_of(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
+    """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus.
+
+    Args:
+        recipe: names the tokenizer or the model.
+        corpus: that of the recipe.
+        checkpoint: where a run resumes from; None: it begins.
+    """
     tokenizer = _tokenizer(recipe, corpus, checkpoint)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = read_template(recipe.data.chat_template)
@@ -50,15 +50,3 @@ def _check_loaded(recipe: Recipe, source: str | Path) -> None:
         recipe.tokenizer.check_loaded(f"{source!r} has a tokenizer; choose a model without one")
     except UserError as error:
         raise RecipeError(f"tokenizer.{error}") from None
-
-
-def image_processor_of(recipe: Recipe, corpus: Any = None, checkpoint: Path | None = None) -> Any:
-    """The image processor: a resumed run's own, that of `model.path`, or the default one of the model's family."""
-    size = recipe.data.image_size if checkpoint is None else None
-    return image_processor(checkpoint or recipe.model.path, model_config(recipe, None), size)
-
-
-def image_text_processor_of(recipe: Recipe, corpus: Any = None, checkpoint: Path | None = None) -> Any:
-    """The processor of images and text: a resumed run's own, or that of `model.path`."""
-    assert recipe.model.path is not None, "it was checked"
-    return read_processor(checkpoint or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)

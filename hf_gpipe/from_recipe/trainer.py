@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.from_recipe.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
@@ -29,9 +28,10 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     training, pipeline = recipe.training, recipe.pipeline
     made_as, sorts_rows = task_of(recipe).arguments, training.sorts_rows(recipe.data.kind)
     values = {name: value for name, value in vars(training).items() if name in made_as.__dataclass_fields__}
-    if recipe.of_loss is not None:
-        of_loss = {name: value for name, value in vars(recipe.of_loss).items() if name != "reward"}
-        values |= {**of_loss, "max_length": recipe.data.max_length}
+    if hasattr(made_as, "_loss"):
+        of_loss = {} if recipe.of_loss is None else vars(recipe.of_loss)
+        values |= {name: value for name, value in of_loss.items() if name != "reward"}
+        values |= {"max_length": recipe.data.max_length}
     if training.lr_scheduler_type == "warmup_stable_decay":
         values |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     others = {
@@ -75,9 +75,9 @@ def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | 
     # The process of the last stage computes the metric.
     characters = pipe.world.from_main(tokenize, takes_long=True)
     if characters is not None:
-        given |= {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+        given |= task.given_characters(characters)
     if prepared is not None:
         given["processing_class"] = prepared.tokenizer
-        if task.collator is not None:
-            given["data_collator"] = task.collator(prepared.tokenizer, pipe)
-    return task.trainer(pipe, **given)
+        given["data_collator"] = task.collator(prepared.tokenizer, pipe)
+    trainer: PipelineTrainer = task.trainer(pipe, **given)
+    return trainer

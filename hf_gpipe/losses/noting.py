@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -57,3 +57,14 @@ class NotingLoss(Loss):
         """
         sums = self._sums.pop(is_training, None)
         return torch.zeros(2, len(self.metrics), dtype=torch.float64) if sums is None else sums.cpu()
+
+    def means(self, all_reduce: Callable[[torch.Tensor], torch.Tensor], *, is_training: bool) -> dict[str, float]:
+        """The means of the metrics since the last call, of all processes; every process calls it.
+
+        Args:
+            all_reduce: adds up a tensor over the processes.
+            is_training: whether they are those of training, or of evaluation.
+        """
+        sums, counts = all_reduce(self.take(is_training=is_training)).tolist()
+        metrics = zip(self.metrics, sums, counts, strict=True)
+        return {name: value / count for name, value, count in metrics if count}

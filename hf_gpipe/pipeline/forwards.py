@@ -104,7 +104,7 @@ class Forwards:
         if type(self.decision.loss).embed is Loss.embed:
             raise UserError(
                 f"embed: the loss is a {type(self.decision.loss).__name__}, which reads no embeddings; give the "
-                "Pipeline loss=EmbeddingLoss() of hf_gpipe.losses.embedding"
+                "Pipeline loss=EmbeddingLoss() of hf_gpipe.tasks.embeddings"
             )
         return self._gathered(rows, StepOptions(is_first_pass=True))
 

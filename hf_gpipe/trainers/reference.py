@@ -7,9 +7,7 @@ turned off; otherwise they are computed once, before the training.
 from __future__ import annotations
 
 import os
-from abc import ABC
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,39 +19,13 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.progress import progress
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.schedule import is_table_file
-from hf_gpipe.settings.losses import PreferencesSection
-from hf_gpipe.trainers.examples import each
-from hf_gpipe.trainers.model_arguments import ModelArguments
-from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.trainers.arguments import ReferenceArguments
+from hf_gpipe.trainers.trainer import TaskTrainer, each
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.predicting import shared_batches
 
 
-@dataclass
-class ReferenceArguments(ModelArguments, OwnLossArguments):
-    """Arguments of a trainer with a reference, TRL's by their names.
-
-    Raises:
-        UserError: an argument that a pipeline does not support.
-    """
-
-    loss_type: str = ""
-    learning_rate: float = argument(1e-6, "Peak learning rate.")
-    beta: float = key_of(PreferencesSection, "beta")
-    precompute_ref_log_probs: bool = argument(
-        PreferencesSection.precompute_ref_log_probs,
-        "Whether the reference's log-probabilities are computed once, before the training. They are in any "
-        "case, unless the model gets new PEFT adapters.",
-    )
-
-    @property
-    def loss_text(self) -> str:
-        """The loss, in messages."""
-        return f"loss_type={self.loss_type!r}"
-
-
-class ReferenceTrainer(OwnLossTrainer, ABC):
+class ReferenceTrainer(TaskTrainer):
     """A trainer with a reference; its subclasses explain the arguments."""
 
     args: ReferenceArguments

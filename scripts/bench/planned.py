@@ -18,7 +18,6 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import PLAIN, Loss
-from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition
@@ -34,6 +33,7 @@ from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WIND
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import DecidedConfig
+from hf_gpipe.tasks.dpo import PreferenceLoss
 
 CPU = torch.device("cpu")
 #: Of a pipeline.

@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from hf_gpipe import DistillationLoss, EmbeddingLoss, LogitsLoss, Pipeline, RowLoss
-from hf_gpipe.losses.grpo import GRPOLoss
-from hf_gpipe.losses.kto import KTOLoss
-from hf_gpipe.losses.preference import PreferenceLoss
-from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.modes.host_graphs import copies as offload
+from hf_gpipe.tasks.dpo import PreferenceLoss
+from hf_gpipe.tasks.grpo.loss import GRPOLoss
+from hf_gpipe.tasks.kto import KTOLoss
+from hf_gpipe.tasks.reward import RewardLoss
 from scripts.freezing.toys import Batch, batch_of, config_of, model_of
 
 STEPS, ROWS = 4, 8

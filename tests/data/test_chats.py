@@ -13,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hf_gpipe.data.examples.chat_examples import ChatExamples
-from hf_gpipe.data.examples.chats import conversation_of
-from hf_gpipe.data.examples.rows import ReadRow, corpus_of_rows
+from hf_gpipe.data.chat_examples import ChatExamples
+from hf_gpipe.data.chats import conversation_of
+from hf_gpipe.data.rows import ReadRow, corpus_of_rows
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection

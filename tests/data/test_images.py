@@ -17,14 +17,13 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, ViTConfig, ViTModel, default_data_collator
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from hf_gpipe.data.examples.images import ImageExamples
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model, checked_adapter, workload_of
-from hf_gpipe.from_recipe.processors import image_processor_of
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import Recipe, parse_recipe
+from hf_gpipe.tasks.images import ImageExamples, image_processor_of
 
 NAMES = ["dark", "bright", "red", "green", "blue", "grey"]
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}

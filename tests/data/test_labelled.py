@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from hf_gpipe.data import LabelCollator, LabelledExamples, train_tokenizer
-from hf_gpipe.data.examples.labelled import labelled_of
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model
@@ -22,6 +21,7 @@ from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import Recipe, parse_recipe
+from hf_gpipe.tasks.classify import labelled_of
 from scripts.families import default_config
 from tests.oracle import tiny_config
 

@@ -15,9 +15,9 @@ from hf_gpipe.data.translation.fields import PairFields
 from hf_gpipe.data.translation.pairs import Pair
 from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
-from hf_gpipe.from_recipe.evaluate_translation import evaluate_translation
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.fields import EvaluationSection
+from hf_gpipe.tasks.translation.evaluate import evaluate_translation
 from tests.data.multilingual import CODES, model, tokenizer
 
 FAMILIES = list(CODES)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
-from hf_gpipe.data.examples.chats import preference_of
-from hf_gpipe.data.examples.rewards import RewardExamples
-from hf_gpipe.data.examples.rows import corpus_of_rows
+from hf_gpipe.data.chats import preference_of
+from hf_gpipe.data.rows import corpus_of_rows
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.reward import RewardExamples
 from tests.data.chat_templates import MARKED, conversations, tokenizer, without_markers
 
 ASKED = [{"role": "user", "content": "a"}]

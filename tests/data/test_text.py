@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.data import splits
-from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.text import TokenBlocks, text_corpus
 
 EVERYTHING: dict[str, Any] = {"validation_fraction": 0.0, "test_fraction": 0.0}
 

@@ -20,9 +20,9 @@ from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.data.translation.pairs import Pair
 from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
-from hf_gpipe.from_recipe.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.pipeline import Evaluation
 from hf_gpipe.recipe.fields import EvaluationSection
+from hf_gpipe.tasks.translation.evaluate import TranslationReport, evaluate_translation
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
-from hf_gpipe.trainers.dpo import PipelineDPOConfig, PipelineDPOTrainer
-from hf_gpipe.trainers.sft import PipelineSFTConfig, PipelineSFTTrainer
+from hf_gpipe.tasks.dpo import PipelineDPOConfig, PipelineDPOTrainer
+from hf_gpipe.tasks.sft import PipelineSFTConfig, PipelineSFTTrainer
 
 ROWS = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(4)]
 

@@ -8,11 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
-from hf_gpipe.losses.embedding import EmbeddingLoss
-from hf_gpipe.losses.grpo import GRPOLoss
-from hf_gpipe.losses.kto import KTOLoss
 from hf_gpipe.losses.loss import Loss, TokenLoss
-from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.report import report
@@ -24,6 +20,10 @@ from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.tasks.dpo import PreferenceLoss
+from hf_gpipe.tasks.embeddings import EmbeddingLoss
+from hf_gpipe.tasks.grpo.loss import GRPOLoss
+from hf_gpipe.tasks.kto import KTOLoss
 from hf_gpipe.text import size_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 

@@ -28,14 +28,14 @@ from hf_gpipe import LogitsLoss, Pipeline, RowLoss
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.observation.probe import observe
-from hf_gpipe.losses.distillation import DistillationLoss
-from hf_gpipe.losses.grpo import TemperedLoss
 from hf_gpipe.losses.loss import LossInputs, TokenLoss
 from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.head import chunk_positions, deferred_loss
+from hf_gpipe.tasks.distil import DistillationLoss
+from hf_gpipe.tasks.grpo.loss import TemperedLoss
 from tests.oracle import (
     VOCABULARY,
     Result,

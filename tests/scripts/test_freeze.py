@@ -13,10 +13,10 @@ import torch
 
 from hf_gpipe import Pipeline, PipelineTrainingArguments
 from hf_gpipe.checkpoint import state
-from hf_gpipe.data.examples.text import TokenBlocks
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.schedule import builders
+from hf_gpipe.tasks.text import TokenBlocks
 from scripts import freeze
 from scripts.freezing import checkpoints, faults, noting, numbers, plans, price, results, rows, settings, tables
 from scripts.freezing import tests as of_tests

@@ -19,7 +19,7 @@ from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import LossInputs
-from hf_gpipe.losses.preference import METRICS, PreferenceLoss
+from hf_gpipe.tasks.dpo import METRICS, PreferenceLoss
 from hf_gpipe.training import base
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo

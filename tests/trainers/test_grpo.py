@@ -16,11 +16,11 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaFor
 
 from examples.grpo import main, share_of_letter, tokenizer
 from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
-from hf_gpipe.data.examples.prompts import PromptExamples, prompted_of
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.from_recipe.checkable import checked_by
-from hf_gpipe.losses.grpo import GRPOLoss, advantages_of, deviations
-from hf_gpipe.trainers.rewarding import Rewards
+from hf_gpipe.tasks.grpo.answers import checked_by
+from hf_gpipe.tasks.grpo.loss import GRPOLoss, advantages_of, deviations
+from hf_gpipe.tasks.grpo.prompts import PromptExamples, prompted_of
+from hf_gpipe.tasks.grpo.rewards import Rewards
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
 from tests.training.toy import Recorder, trained_alike, weights

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline, PipelineKTOConfig, PipelineKTOTrainer
 from hf_gpipe.adapters.peft import without_adapters
-from hf_gpipe.data.examples.kto import KTOCollator, KTOExamples
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.losses.kto import KTOLoss
+from hf_gpipe.tasks.kto import KTOCollator, KTOExamples, KTOLoss
 from tests.data.chat_templates import tokenizer
 from tests.oracle import plain_model
 from tests.trainers.test_dpo import config, log_probs_of

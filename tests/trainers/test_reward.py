@@ -13,15 +13,15 @@ from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, L
 
 from hf_gpipe import Pipeline, PipelineRewardConfig, PipelineRewardTrainer
 from hf_gpipe.__main__ import main
-from hf_gpipe.data.examples.preferences import PreferenceExamples
-from hf_gpipe.data.examples.rewards import RewardCollator, RewardExamples
+from hf_gpipe.data import ExampleCollator
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.losses.reward import RewardLoss
+from hf_gpipe.tasks.dpo import PreferenceExamples
+from hf_gpipe.tasks.reward import RewardExamples, RewardLoss
 from tests.data.chat_templates import tokenizer
 from tests.trainers.test_dpo import config, rows
 from tests.training.toy import Recorder, trained_alike, weights
 
-COLLATE = RewardCollator.for_tokenizer(tokenizer())
+COLLATE = ExampleCollator.for_tokenizer(tokenizer())
 MARGINS = [0.5, -0.25, 1.0, 0.0, 2.0, 0.1]
 
 

@@ -20,8 +20,8 @@ from transformers import GenerationConfig, LlamaForCausalLM, LlamaForSequenceCla
 
 from examples.grpo import tokenizer
 from hf_gpipe.errors import UserError
-from hf_gpipe.trainers.rewarding import Rewards
-from hf_gpipe.trainers.rollout_server import RolloutServer
+from hf_gpipe.tasks.grpo.rewards import Rewards
+from hf_gpipe.tasks.grpo.server import RolloutServer
 from tests.oracle import tiny_config
 from tests.trainers.test_grpo import LETTERS, made_trainer, small, trained
 from tests.training.toy import weights

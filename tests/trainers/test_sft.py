@@ -25,7 +25,7 @@ from hf_gpipe import DistillationLoss, Pipeline, PipelineDPOConfig, PipelineSFTC
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.dropout import key, mix
 from hf_gpipe.data import SFTExamples
-from hf_gpipe.data.examples.packed_rows import packed_rows
+from hf_gpipe.data.packed_rows import packed_rows
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.runtime.cutting import Cutting, make_micro_batches

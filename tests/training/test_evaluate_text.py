@@ -11,13 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_gpipe import Pipeline
-from hf_gpipe.data.examples.text import TokenBlocks
 from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.from_recipe.held_out import HeldOut, evaluate_text, text_report
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.tasks.text import TokenBlocks
 from tests.oracle import plain_model, tiny_config
 
 DOCUMENTS = ["a bad cab", "a dab", "bad", "cab dab abc"]

@@ -31,13 +31,13 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
 from hf_gpipe.data import image_files
-from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
-from hf_gpipe.data.examples.images import image_corpus
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import DataSection, parse_recipe
+from hf_gpipe.tasks.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
+from hf_gpipe.tasks.images import image_corpus
 from tests.data.chat_templates import tokenizer
 from tests.image_text_families import clone, parts_of, run_plain
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import EvalPrediction, get_scheduler
 
-from hf_gpipe.from_recipe.evaluate_translation import PerCharacter
+from hf_gpipe.tasks.translation.evaluate import PerCharacter
 from hf_gpipe.training.optim import set_rates
 
 

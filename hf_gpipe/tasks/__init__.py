@@ -1,0 +1,1 @@
+"""Training tasks, a file or a folder each."""

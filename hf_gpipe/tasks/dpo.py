@@ -1,0 +1,292 @@
+"""Preferences: a chosen and a rejected answer of each prompt, as TRL's DPOTrainer learns them.
+
+DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) makes chosen answers more likely than rejected ones, beside a
+reference, the model before its training. CPO, SimPO and ORPO need none. Names are those of TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.data.chat_labels import ids_of
+from hf_gpipe.data.chats import num_common, preference_of
+from hf_gpipe.data.collate import ExampleCollator
+from hf_gpipe.data.encoded import EncodedRows
+from hf_gpipe.data.rows import Read, ReadRow
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, log_probs_of
+from hf_gpipe.from_recipe.tasks import Task
+from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import Recipe
+from hf_gpipe.settings.losses import WITHOUT_REFERENCE, PreferencesSection
+from hf_gpipe.trainers.arguments import ReferenceArguments
+from hf_gpipe.trainers.reference import ReferenceTrainer
+from hf_gpipe.training.arguments import argument, key_of
+
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+#: TRL's default.
+_SIMPO_GAMMA = 0.5
+#: The values of `loss_type` that read the mean log-probability of an answer's tokens, where others read the sum.
+_PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss(NotingLoss):
+    """The loss of pairs of a chosen row and the rejected row after it.
+
+    m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`. Without a
+    reference, m is the difference of the two log-probabilities log p(y|x).
+
+    Args:
+        beta: how far the model may go from the reference; larger: less far.
+        loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
+            otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
+            (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
+            "sigmoid_norm": -log s(beta m) with log-ratios per token. With the log-ratios c and r of the two answers,
+            times beta: "nca_pair": -log s(c) - (log s(-c) + log s(-r)) / 2 (arXiv 2402.05369); "bco_pair": -log s(c)
+            - log s(-r) (arXiv 2404.04656); "sppo_hard": ((c - 1/2) ** 2 + (r + 1/2) ** 2) / beta ** 2 (arXiv
+            2405.00675); "apo_zero": 1 - s(c) + s(r), and "apo_down": s(c) + 1 - s(c - r) (arXiv 2408.06266).
+            Without a reference: "cpo": that of "sigmoid" (arXiv 2401.08417); "simpo": that of "sigmoid" of
+            m - simpo_gamma / beta, per token (arXiv 2405.14734); "orpo": -beta log s(the logarithm of the
+            ratio of the odds p / (1 - p)), per token, with the cross-entropy of the chosen answer (arXiv 2403.07691,
+            equation 6).
+        label_smoothing: the probability that the two answers of a pair are exchanged, at least 0 and below 0.5.
+        reference_free: whether the reference is left out, as if all its log-probabilities were 0.
+        simpo_gamma: the margin that "simpo" wants between the two answers.
+        cpo_alpha: of "cpo" and "simpo", the weight of the cross-entropy of the chosen answers, the mean over all their
+            tokens in the mini-batch; None: 1 for "cpo" and 0 for "simpo".
+
+    Raises:
+        UserError: a value that is not allowed.
+    """
+
+    beta: float = PreferencesSection.beta
+    loss_type: str = PreferencesSection.loss_type
+    label_smoothing: float = PreferencesSection.label_smoothing
+    reference_free: bool = field(default=PreferencesSection.reference_free, kw_only=True)
+    simpo_gamma: float | None = field(default=None, kw_only=True)
+    cpo_alpha: float | None = field(default=None, kw_only=True)
+
+    metrics, section = METRICS, PreferencesSection
+    reads = Reads.ROWS
+    rows_per_unit = 2
+    needs_reference: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "reference_free", self.reference_free or self.loss_type in WITHOUT_REFERENCE)
+        object.__setattr__(self, "needs_reference", not self.reference_free)
+
+    @property
+    def _weight_of_chosen(self) -> float:
+        """The weight of the cross-entropy of the chosen answers."""
+        if self.cpo_alpha is not None:
+            return self.cpo_alpha
+        return float(self.loss_type in ("cpo", "orpo"))
+
+    def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
+        """The answer's tokens in chosen rows, 0 in rejected ones."""
+        return TokenLoss.units(targets).sum(dim=1) * self.row_units(targets)
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""
+        inputs, noted = read.inputs, read.log_probs.view(-1, 2)
+        ratios = noted if self.reference_free else noted - inputs["ref_logps"].to(noted).view(-1, 2)
+        scores = ratios
+        if self.loss_type in _PER_TOKEN:
+            lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1).view(-1, 2)
+            scores = ratios / lengths
+            if self.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
+                noted = ratios = scores
+        chosen, rejected = (self.beta * ratios.detach().double()).unbind(dim=1)
+        self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
+        losses = self._of_scores(*scores.unbind(dim=1))
+        if weight := self._weight_of_chosen:
+            # A mean over tokens, and not over pairs.
+            losses = losses - weight * read.log_probs[::2] * (read.num_units / read.num_tokens)
+        return losses
+
+    def _of_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """The loss of pairs (B / 2,) without the cross-entropy, from their log-ratios or log-probabilities."""
+        margin, smoothing = chosen - rejected, self.label_smoothing
+        if self.loss_type == "orpo":
+            odds = [log_probs - torch.log(-torch.expm1(log_probs)) for log_probs in (chosen, rejected)]
+            return -self.beta * F.logsigmoid(odds[0] - odds[1])
+        if self.loss_type == "ipo":
+            return (margin - 1 / (2 * self.beta)) ** 2
+        scaled, c, r = self.beta * margin, self.beta * chosen, self.beta * rejected
+        if self.loss_type == "nca_pair":
+            return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
+        if self.loss_type == "bco_pair":
+            return -F.logsigmoid(c) - F.logsigmoid(-r)
+        if self.loss_type == "sppo_hard":
+            return ((c - 0.5) ** 2 + (r + 0.5) ** 2) / self.beta**2
+        if self.loss_type == "apo_zero":
+            return 1 - torch.sigmoid(c) + torch.sigmoid(r)
+        if self.loss_type == "apo_down":
+            return torch.sigmoid(c) + 1 - torch.sigmoid(scaled)
+        if self.loss_type == "simpo":
+            scaled = scaled - (_SIMPO_GAMMA if self.simpo_gamma is None else self.simpo_gamma)
+        if self.loss_type == "hinge":
+            return torch.relu(1 - scaled)
+        if self.loss_type == "robust":
+            losses = -(1 - smoothing) * F.logsigmoid(scaled) + smoothing * F.logsigmoid(-scaled)
+            return losses / (1 - 2 * smoothing)
+        return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
+
+
+class PreferenceExamples(EncodedRows):
+    """A dataset of {"prompt_ids": [...], "chosen_ids": [...], "rejected_ids": [...]}.
+
+    The ids are those of TRL's DPOTrainer with the same arguments. The result is kept in the cache of `datasets`.
+
+    Args:
+        rows: preferences in any form that `preference_of` in data/chats.py describes: a list, a
+            `datasets.Dataset`, or the split of a corpus.
+        tokenizer: its chat template is applied to messages. Text is joined as it is, with an end-of-sequence token
+            behind the answers.
+        max_length: tokens to which a prompt with its answer is cut, from the start on; None: they are not cut. Rows
+            whose prompt alone is as long are dropped; `num_dropped` and `num_truncated` count them, and they are
+            logged.
+
+    Raises:
+        DataError: a row of another form or that the template refuses, a tokenizer without a template, or no example.
+    """
+
+    _name, columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
+    _what, _dropped = "rows", "their prompt is as long"
+    read: Read = staticmethod(preference_of)
+    #: The columns of text with the answers to the prompt.
+    _answers: tuple[str, ...] = ("chosen", "rejected")
+    #: Whether they are cut here; otherwise the collator cuts its rows.
+    _cuts_answers = True
+
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+        row = read.row
+        prompt = ids_of(self._tokenizer, read.where, row, row["prompt"], add_generation_prompt=True)
+        wholes = self._answered(read.where, row)
+        # Tokens may merge across the border, and templates may end the prompt in another way without an answer.
+        start = min(num_common(prompt, whole) for whole in wholes)
+        most = self._max_length
+        if most is not None and start >= most:
+            self.num_dropped += 1
+            return None
+        self.num_truncated += most is not None and max(map(len, wholes)) > most
+        answers = [whole[start : most if self._cuts_answers else None] for whole in wholes]
+        self._check_tokens(read.where, "its prompt", prompt[:start])
+        self._check_tokens(read.where, "an answer", *answers)
+        return prompt[:start], *answers
+
+    def _check_tokens(self, where: str, what: str, *parts: Sequence[int]) -> None:
+        if not all(parts):
+            raise DataError(f"{where}: the tokenizer and its template leave no tokens of {what}; leave the row out")
+
+    def _answered(self, where: str, row: Mapping[str, Any]) -> list[list[int]]:
+        """The ids of the prompt with each answer; text has the end-of-sequence token behind it."""
+        end, answers = self._tokenizer.eos_token, [row[name] for name in self._answers]
+        if isinstance(row["prompt"], str) and end is not None:
+            answers = [answer if answer.endswith(end) else answer + end for answer in answers]
+        return [ids_of(self._tokenizer, where, row, row["prompt"] + answer) for answer in answers]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
+        longest = [max(own) for own in zip(*(self._lengths_of(f"{n}_ids") for n in self._answers), strict=True)]
+        return [a + b for a, b in zip(self._lengths_of("prompt_ids"), longest, strict=True)]
+
+
+@dataclass
+class PipelineDPOConfig(ReferenceArguments):
+    """Arguments of `PipelineDPOTrainer`: those of `PipelineTrainer`, and TRL's DPOConfig's by their names.
+
+    `per_device_train_batch_size` is the pairs of a mini-batch, of two rows each. `max_length` is the number of tokens
+    to which a prompt with its answer is cut.
+
+    Raises:
+        UserError: an argument that a pipeline does not support.
+    """
+
+    loss_type: str = key_of(PreferencesSection, "loss_type")
+    label_smoothing: float = key_of(PreferencesSection, "label_smoothing")
+    simpo_gamma: float | None = key_of(PreferencesSection, "simpo_gamma")
+    cpo_alpha: float | None = key_of(PreferencesSection, "cpo_alpha")
+    reference_free: bool = key_of(PreferencesSection, "reference_free")
+    precompute_ref_batch_size: int | None = argument(
+        None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
+    )
+    _loss = PreferenceLoss
+
+    def check(self) -> None:
+        given: Any = self.loss_type  # TRL's is a list
+        if isinstance(given, list):
+            if len(given) != 1:
+                raise UserError(f"loss_type={given!r}: a sum of losses is not supported; name one")
+            (self.loss_type,) = given
+        super().check()
+
+    @property
+    def loss_text(self) -> str:
+        return f"{super().loss_text}{' with reference_free=True' * self.reference_free}"
+
+
+class PipelineDPOTrainer(ReferenceTrainer):
+    """Trains on preferences, pairs of answers, with the interface of TRL's DPOTrainer (arXiv 2305.18290).
+
+    Every process makes the same trainer and calls the same methods; only the main process reads data.
+
+    Args:
+        model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
+        ref_model: the reference, in any of these forms; None: the model before its training.
+        args: the arguments; None: all defaults.
+        data_collator: makes a mini-batch of rows; None: `ExampleCollator`.
+        train_dataset: map-style: rows that `PreferenceExamples` accepts, or its examples.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
+        compute_metrics, callbacks, optimizers: as for `PipelineTrainer`.
+        quantization_config, peft_config: as for `Pipeline`.
+
+    Raises:
+        UserError: an argument that is not supported, by its name.
+    """
+
+    _of_reference = ("ref_chosen_logps", "ref_rejected_logps")
+    _arguments, examples = PipelineDPOConfig, PreferenceExamples
+    args: PipelineDPOConfig
+
+    def _batch_size_of_reference(self, batch_size: int) -> int:
+        return self.args.precompute_ref_batch_size or batch_size
+
+
+class _Preferences(Task):
+    items, rows_in_words = "preferences", "pairs of answers"
+    evaluating, trainer = "comparing the answers", PipelineDPOTrainer
+
+    def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
+        """How often the chosen answer is more likely than the rejected one, without a reference; and the mean
+        log-probabilities of both."""
+        # The mask leaves padding out, so any token serves as padding.
+        _, batches = held_out.mini_batches(pipe, ExampleCollator(0))
+        log_probs = torch.cat([own for own, _ in log_probs_of(pipe, batches)]).view(-1, 2)
+        chosen, rejected = log_probs.unbind(dim=1)
+        share = float((chosen > rejected).double().mean())
+        means = float(chosen.mean()), float(rejected.mean())
+        values = {"num_pairs": len(chosen), "accuracy": share, "logps_chosen": means[0], "logps_rejected": means[1]}
+        words = (
+            f"the chosen answer is the more likely one in {share:.1%}; log-probabilities: chosen {means[0]:.2f}, "
+            f"rejected {means[1]:.2f}"
+        )
+        return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
+
+
+TASK = _Preferences()

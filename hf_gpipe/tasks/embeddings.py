@@ -1,0 +1,471 @@
+"""Embeddings: texts that belong together, with the losses and files of sentence-transformers.
+
+A unit is an example: an anchor, then its positive and perhaps negatives, or two texts with a score.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import normalizers
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.embedders import as_embedder, is_causal
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.checkpoint.sentence_files import SentenceFiles
+from hf_gpipe.data.collate import PairCollator, tokens_of
+from hf_gpipe.data.encoded import EncodedRows
+from hf_gpipe.data.fields import check_characters
+from hf_gpipe.data.rows import Read, ReadRow
+from hf_gpipe.data.tokenizer import read_tokenizer
+from hf_gpipe.errors import DataError, UserError, listed
+from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport
+from hf_gpipe.from_recipe.tasks import Task
+from hf_gpipe.libraries.transformers import source_of
+from hf_gpipe.losses.loss import LossInputs, Reads
+from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import Recipe
+from hf_gpipe.settings.losses import EmbeddingsSection
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.section import check_by
+from hf_gpipe.trainers.arguments import TaskArguments
+from hf_gpipe.trainers.trainer import TaskTrainer, as_class
+from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.predicting import shared_batches
+
+_DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    # Of equal rows the derivative is 0.
+    "euclidean": lambda x, y: torch.linalg.vector_norm(x - y, dim=1),
+    "cosine": lambda x, y: 1 - F.cosine_similarity(x, y),
+}
+
+
+def pooled(hidden: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """The embedding of each row, (B, D), in float32 at least.
+
+    Args:
+        hidden: the last hidden states, (B, T, D).
+        mask: 1 at the tokens of a row and 0 at padding, (B, T); None: there is no padding.
+        pooling: "mean" of the tokens, "cls": the first column, or "lasttoken".
+    """
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    if pooling == "cls":
+        return hidden[:, 0]
+    mask = hidden.new_ones(hidden.shape[:2]) if mask is None else mask.as_subclass(torch.Tensor).to(hidden.dtype)
+    if pooling == "mean":
+        return (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1e-9)
+    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(dim=1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), last]
+
+
+@dataclass(frozen=True)
+class EmbeddingLoss(NotingLoss):
+    """The loss of examples, each of which is `texts` rows of a micro-batch: the mean over examples.
+
+    Args:
+        loss_type: "multiple_negatives": -log softmax(scale * cos(anchor, .)) at the anchor's own positive, among the
+            positives and negatives of all examples of the mini-batch (InfoNCE, arXiv 1705.00652 and 1807.03748);
+            "triplet": max(0, d(anchor, positive) - d(anchor, negative) + margin) (arXiv 1503.03832); "cosine": the
+            square of cos(first, second) - score (arXiv 1908.10084).
+        pooling: "mean", "cls" or "lasttoken", as of `pooled`; "auto": "mean". "cls" of a decoder-only model is an error
+            of `Pipeline`.
+        texts: rows of an example: 2, or more with negatives; 3 of a triplet; None: 2, or 3 of a triplet.
+        scale: of "multiple_negatives", the factor of cosines, the inverse of a temperature.
+        margin: of "triplet".
+        distance: of "triplet", "euclidean" or "cosine" (1 - cos).
+        matryoshka_dims: the loss is the sum over these sizes, for each of which embeddings are cut to their first
+            entries and normalised (arXiv 2205.13147); none: the whole embedding alone.
+        matryoshka_weights: factors of the losses of these sizes; none: 1 each.
+        normalizes: whether embeddings are divided by their length, as by a Normalize of sentence-transformers.
+
+    Raises:
+        UserError: a value that is not allowed.
+    """
+
+    loss_type: str = EmbeddingsSection.loss_type
+    pooling: str = EmbeddingsSection.pooling
+    texts: int = None  # type: ignore[assignment]  # until it is made
+    scale: float = field(default=EmbeddingsSection.scale, kw_only=True)
+    margin: float = field(default=EmbeddingsSection.margin, kw_only=True)
+    distance: str = field(default=EmbeddingsSection.distance, kw_only=True)
+    matryoshka_dims: tuple[int, ...] = field(default=(), kw_only=True)
+    matryoshka_weights: tuple[float, ...] = field(default=(), kw_only=True)
+    normalizes: bool = field(default=False, kw_only=True)
+
+    metrics, section = ("accuracy",), EmbeddingsSection
+    reads = Reads.HIDDEN
+    adds_auxiliary = False
+    rows_per_unit: int = field(init=False, repr=False)
+    compares_units: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        section: EmbeddingsSection = check_by(EmbeddingsSection, self)
+        if self.pooling == "auto":
+            object.__setattr__(self, "pooling", "mean")
+        object.__setattr__(self, "normalizes", bool(self.normalizes))
+        for name in ("matryoshka_dims", "matryoshka_weights"):
+            object.__setattr__(self, name, tuple(getattr(section, name) or ()))
+        for name in ("texts", "rows_per_unit"):
+            object.__setattr__(self, name, section.num_texts)
+        object.__setattr__(self, "compares_units", self.loss_type == "multiple_negatives")
+        least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(self.loss_type, (2, math.inf))
+        if not least <= self.texts <= most:
+            expected = f"{least}" if least == most else f"{least} or more"
+            raise UserError(f"texts={self.texts}: an example of loss_type={self.loss_type!r} has {expected} texts")
+        dims, weights = self.matryoshka_dims, self.matryoshka_weights
+        if weights and len(weights) != len(dims):
+            raise UserError(f"matryoshka_weights={weights}: expected one for each of matryoshka_dims={dims}")
+
+    def check_model(self, adapter: Adapter) -> None:
+        if self.pooling == "cls" and is_causal(adapter.reference):
+            raise UserError(
+                f"pooling='cls' takes the first token of a text, and in {type(adapter.reference).__name__}, a "
+                "decoder-only model, that token sees no other, so texts that begin alike would have the same "
+                "embedding; set pooling to 'mean' or 'lasttoken'"
+            )
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each example, (B / texts,), from hidden states (B, T, D), and scores as labels (B,)."""
+        if self.compares_units:
+            return super().of_units(read)
+        return self.compare(self.embed(read), read.inputs["labels"])
+
+    def embed(self, read: LossInputs) -> torch.Tensor:
+        rows = pooled(read.hidden, read.inputs.get("attention_mask"), self.pooling)
+        return F.normalize(rows, dim=1) if self.normalizes else rows
+
+    def compare(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not self.matryoshka_dims:
+            return self._of_size(rows, labels)
+        if max(self.matryoshka_dims) > rows.shape[1]:
+            raise UserError(f"matryoshka_dims={self.matryoshka_dims}: the embeddings have {rows.shape[1]} entries")
+        weights = self.matryoshka_weights or (1.0,) * len(self.matryoshka_dims)
+        sizes = zip(self.matryoshka_dims, weights, strict=True)
+        losses = [weight * self._of_size(F.normalize(rows[:, :size], dim=1), labels) for size, weight in sizes]
+        return torch.stack(losses).sum(dim=0)
+
+    def _of_size(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        anchor, positive, *negatives = rows.view(-1, self.texts, rows.shape[1]).unbind(dim=1)
+        if self.loss_type == "cosine":
+            return (F.cosine_similarity(anchor, positive) - labels.view(-1, 2)[:, 0].to(rows)) ** 2
+        if self.loss_type == "triplet":
+            distance = _DISTANCES[self.distance]
+            near, far = distance(anchor, positive), distance(anchor, negatives[0])
+            self._note((near < far).double())
+            return F.relu(near - far + self.margin)
+        candidates = F.normalize(torch.cat([positive, *negatives]), dim=1)
+        scores = self.scale * F.normalize(anchor, dim=1) @ candidates.t()
+        own = torch.arange(len(anchor), device=rows.device)
+        self._note((scores.argmax(dim=1) == own).double())
+        return F.cross_entropy(scores, own, reduction="none")
+
+
+#: Columns with the score of a row, as in sentence-transformers.
+_SCORES = ("score", "scores", "label", "labels")
+
+
+def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None) -> dict[str, Any]:
+    """A row's {"texts", "score"}.
+
+    Args:
+        where: the row's name in messages.
+        row: an anchor, its positive and perhaps negatives, or two texts and a score. The columns may have any names
+            and are taken in their order, except for those of `_SCORES`; "anchor" and "positive" come first.
+        texts: how many there must be; None: at least two.
+
+    Raises:
+        DataError: another number of texts, a column that is no text, or a score that is no finite number.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    score = next((given.pop(name) for name in _SCORES if name in given), None)
+    names = sorted(given, key=lambda name: ["anchor", "positive"].index(name) if name in ("anchor", "positive") else 2)
+    for name in names:
+        if not isinstance(given[name], str) or not given[name].strip():
+            kind = "empty" if isinstance(given[name], str) else f"a {type(given[name]).__name__}"
+            raise DataError(f"{where}: {name!r} is {kind}; it must be text: leave the column out, or the row")
+        check_characters(given[name], name, where)
+    if len(names) < 2 or texts not in (None, len(names)):
+        raise DataError(
+            f"{where} has {len(names)} texts ({listed(names) or 'none'}), and {texts or 'at least 2'} are needed: an "
+            "anchor, its positive and perhaps negatives, or two texts and a score; set texts to the number of columns"
+        )
+    if score is not None and (
+        isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
+    ):
+        raise DataError(f"{where}: the score is {score!r}; it must be a number")
+    return {"texts": [given[name] for name in names], "score": score}
+
+
+class EmbeddingExamples(EncodedRows):
+    """A dataset of {"text_ids": [...], "text_lengths": [...], "score": [s]}, kept in the cache of `datasets`.
+
+    The ids of all texts of an example stand one after the other. The score is NaN where a row has none.
+
+    Args:
+        rows: as `embedded_of` reads them, or the split of a corpus that it has read.
+        tokenizer: adds the special tokens that it adds to one text.
+        max_length: tokens to which a text is cut, by the tokenizer's own truncation; `num_truncated` counts the
+            examples.
+        texts: of each example; None: as many as the first one has.
+
+    Raises:
+        DataError: a row of another form, or a text of which the tokenizer leaves no token.
+    """
+
+    _name, columns, _numbers = "embeddings", ("text_ids", "text_lengths", "score"), ("score",)
+    _what, _dropped = "examples", ""
+
+    def __init__(
+        self,
+        rows: Iterable[ReadRow | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int | None = 512,
+        texts: int | None = None,
+    ) -> None:
+        self.read = partial(embedded_of, texts=texts)
+        super().__init__(rows, tokenizer, max_length=max_length)
+
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
+        row = read.row
+        texts = self._cut(read.where, row["texts"])
+        score = math.nan if row["score"] is None else row["score"]
+        return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of the longest text of each example, for length bucketing."""
+        return [max(lengths) for lengths in self._table.column("text_lengths").to_pylist()]
+
+
+@dataclass(frozen=True)
+class EmbeddingCollator(PairCollator):
+    """Mini-batches of {"text_ids", "text_lengths", "score"}: the texts of an example are neighbouring rows.
+
+    Returns input_ids and attention_mask (N k, T) of N examples of k texts, padded on the right, and labels (N k,) in
+    float32, the score of the example.
+
+    Attributes:
+        texts: k.
+        needs_score: whether an example without a score is an error.
+    """
+
+    texts: int = 2
+    needs_score: bool = False
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        texts = []
+        for row in rows:
+            lengths, ids = row["text_lengths"], list(row["text_ids"])
+            if len(lengths) != self.texts:
+                raise DataError(
+                    f"an example has {len(lengths)} texts, and the loss is of {self.texts}; set texts to {len(lengths)}"
+                )
+            ends = torch.tensor(lengths).cumsum(0).tolist()
+            texts += [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        scores = torch.tensor([row["score"][0] for row in rows], dtype=torch.float32)
+        if self.needs_score and bool(scores.isnan().any()):
+            raise DataError("an example has no score, which the loss needs; give the rows a column 'score'")
+        return self.of_ids(texts) | {"labels": scores.repeat_interleave(self.texts)}
+
+
+@dataclass
+class PipelineEmbeddingConfig(TaskArguments):
+    """Arguments of `PipelineEmbeddingTrainer`: those of `PipelineTrainer`, and of sentence-transformers' losses.
+
+    `per_device_train_batch_size` is the examples of a mini-batch, of `texts` rows each.
+
+    Raises:
+        UserError: an argument that is not supported.
+    """
+
+    max_length: int | str | None = argument(  # type: ignore[assignment]  # a text until the model is known
+        AUTO, "Tokens of a text at most; None: any number; auto: as files of sentence-transformers say, or 512."
+    )
+    disable_dropout: bool = key_of(EmbeddingsSection, "disable_dropout")
+    loss_type: str = key_of(EmbeddingsSection, "loss_type")
+    pooling: str = key_of(EmbeddingsSection, "pooling")
+    texts: int | None = key_of(EmbeddingsSection, "texts")
+    scale: float = key_of(EmbeddingsSection, "scale")
+    margin: float = key_of(EmbeddingsSection, "margin")
+    distance: str = key_of(EmbeddingsSection, "distance")
+    matryoshka_dims: list[int] | None = key_of(EmbeddingsSection, "matryoshka_dims")
+    matryoshka_weights: list[float] | None = key_of(EmbeddingsSection, "matryoshka_weights")
+    normalizes: bool | None = argument(
+        None, "Whether embeddings are divided by their length; None: as files of sentence-transformers say, or not."
+    )
+    _loss = EmbeddingLoss
+
+
+class PipelineEmbeddingTrainer(TaskTrainer):
+    """Trains a model of embeddings by pipeline parallelism; the negatives are those of the whole mini-batch.
+
+    Every process makes the same trainer and calls the same methods; only the main process reads data. The saved
+    directory loads in sentence-transformers.
+
+    Args:
+        model: the Hub id or directory of an encoder (bert, xlm-roberta, ...) or a decoder-only model, whose head is
+            left out, or of PEFT adapters; its configuration; a model in memory of AutoModel; or a Pipeline made with
+            `args.make_loss()` as its loss.
+        data_collator: rows to a mini-batch; None: `EmbeddingCollator`.
+        train_dataset, eval_dataset: rows that `EmbeddingExamples` takes, or its examples.
+        args, processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config: as for
+            `PipelineDPOTrainer`.
+
+    Raises:
+        UserError: what is not supported, by name.
+    """
+
+    _arguments, examples = PipelineEmbeddingConfig, EmbeddingExamples
+    args: PipelineEmbeddingConfig
+
+    def _prepare_data(self, model: Any) -> None:
+        self._files, args = files_of(model), self.args
+        own = model.loss if isinstance(model, Pipeline) and isinstance(model.loss, EmbeddingLoss) else self._files
+        if args.pooling == AUTO and own.pooling is not None:
+            args.pooling = own.pooling
+        if args.normalizes is None:
+            args.normalizes = own.normalizes
+        if args.max_length == AUTO:
+            args.max_length = self._files.max_length or _MAX_LENGTH
+        if self._files.lowers_case:
+            if self.processing_class is None and isinstance(model, str):
+                self.processing_class = read_tokenizer(model)
+            if self._tokenizer is not None:
+                lower_case(self._tokenizer)
+        super()._prepare_data(model)
+
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        return as_class(model, lambda config, is_saved: dict(as_embedder(config)))
+
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
+        if (adapter := self.pipe.adapter).has_head:
+            raise UserError(
+                f"the model is a {type(adapter.reference).__name__}, which has a head; give its path, or a model of "
+                "AutoModel"
+            )
+
+    def _collator(self) -> EmbeddingCollator:
+        loss = self.args.make_loss()
+        return EmbeddingCollator(self._padding, loss.texts, loss.loss_type == "cosine")
+
+    def _write_beside_model(self, folder: Path) -> None:
+        super()._write_beside_model(folder)
+        loss, width = self.pipe.loss, self.pipe.adapter.config.get_text_config().hidden_size
+        assert isinstance(loss, EmbeddingLoss)
+        how: dict[str, Any] = {"max_length": self.args.max_length, "normalizes": loss.normalizes}
+        self._files.write(folder, width=width, pooling=loss.pooling, **how)
+
+
+#: Tokens of a text at most, where nothing says it.
+_MAX_LENGTH = 512
+
+
+def files_of(model: Any) -> SentenceFiles:
+    """The files of sentence-transformers beside a model: a path, a model or configuration read from one, or a Pipeline.
+
+    Raises UserError for files of a model that is not supported.
+    """
+    if isinstance(model, Pipeline):
+        model = model.adapter.reference
+    if not isinstance(model, str | os.PathLike):
+        model = source_of(model)
+        model = model if os.path.isdir(model) else None  # an id may be another model's by now
+    return SentenceFiles.of(base_of(model) if has_adapters(model) else model)
+
+
+def lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer lowercase its texts first, as sentence-transformers does it. Raises UserError if it cannot."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise UserError("do_lower_case of sentence_bert_config.json needs a fast tokenizer; lowercase the texts")
+    if "Lowercase" not in repr(backend.normalizer) and "lowercase=True" not in repr(backend.normalizer):
+        others = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+
+
+def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
+    """How cosines of embeddings agree with what belongs together; the rows are those of `EmbeddingExamples`.
+
+    With scores it is Spearman's correlation of cosine and score, NaN where all of either are equal. Otherwise it is how
+    often an anchor's own positive is the nearest among those of all examples, and the mean of 1 / its rank. Another
+    text that is as near counts as nearer, so a model that gives all texts the same embedding is never right.
+    """
+    loss = pipe.loss
+    assert isinstance(loss, EmbeddingLoss)
+    # The mask leaves padding out, so any token serves as padding.
+    _, batches = held_out.mini_batches(pipe, EmbeddingCollator(0, loss.texts))
+    vectors, scores = [], []
+    texts: list[tuple[int, ...]] = []
+    with pipe.ties.holding_values():
+        for batch in shared_batches(batches, pipe.world):
+            vectors.append(F.normalize(pipe.embed(batch), dim=1))
+            scores.append(batch["labels"][:: loss.texts])
+            texts += map(tuple, tokens_of(batch)[1 :: loss.texts])
+    anchor, positive, *_ = torch.cat(vectors).view(-1, loss.texts, vectors[0].shape[1]).unbind(dim=1)
+    score, number = torch.cat(scores).double(), len(anchor)
+    values: dict[str, float] = {"num_examples": number}
+    if loss.loss_type == "cosine":
+        # Rounding alone makes no difference of cosines.
+        ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
+        values["spearman"] = math.nan
+        words = "Spearman's correlation is not known: all cosines or all scores are equal"
+        if (ranks != ranks[:, :1]).any(dim=1).all():
+            values["spearman"] = float(torch.corrcoef(ranks)[0, 1])
+            words = f"Spearman's correlation of cosine and score {values['spearman']:.4f}"
+    else:
+        numbers = {text: number for number, text in enumerate(texts)}
+        text = torch.tensor([numbers[own] for own in texts])
+        blocks = zip(anchor.split(1024), (anchor * positive).sum(1).split(1024), text.split(1024), strict=True)
+        # A comparison with NaN is false, so a text whose cosine is NaN counts as nearer.
+        is_further = (
+            (some @ positive.t() < own[:, None] - 1e-12) | (of_own[:, None] == text) for some, own, of_own in blocks
+        )
+        ranks = 1 + torch.cat([(~block).sum(1) for block in is_further]).double()
+        values |= {"accuracy": float((ranks == 1).double().mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
+        words = (
+            f"an anchor's own text is the nearest of {number} in {values['accuracy']:.1%}, mean reciprocal rank "
+            f"{values['mean_reciprocal_rank']:.4f}"
+        )
+    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"), words)
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """The rank of each of several numbers, (N,) in float64; equal numbers have their mean rank."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[inverse]
+
+
+class _Embeddings(Task):
+    items, rows_in_words, evaluating = "examples", "examples of texts", "comparing the texts"
+    head, trainer = "none", PipelineEmbeddingTrainer
+
+    def reader(self, recipe: Recipe) -> Read:
+        return partial(embedded_of, texts=recipe.embeddings.num_texts)
+
+    def rows(self, recipe: Recipe, split: Any, processor: Any) -> EmbeddingExamples:
+        if SentenceFiles.of(recipe.model.path).lowers_case:
+            lower_case(processor)
+        return EmbeddingExamples(split, processor, max_length=recipe.data.max_length)
+
+    def loss(self, recipe: Recipe) -> EmbeddingLoss:
+        files = SentenceFiles.of(recipe.model.path)
+        loss = EmbeddingLoss.of(recipe.embeddings)
+        pooling = loss.pooling if files.pooling is None or recipe.embeddings.pooling != AUTO else files.pooling
+        return replace(loss, pooling=pooling, normalizes=files.normalizes)
+
+    def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
+        return evaluate_embeddings(pipe, held_out)
+
+
+TASK = _Embeddings()

@@ -1,0 +1,330 @@
+"""`PipelineGRPOTrainer`: TRL's GRPOTrainer, over a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.modules.dropout import key, mix
+from hf_gpipe.checkpoint.directory import written_whole
+from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from hf_gpipe.data.collate import PairCollator, tokens_of
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.libraries.transformers import CONFIG_NAME
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.tasks.grpo.config import PipelineGRPOConfig
+from hf_gpipe.tasks.grpo.loss import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
+from hf_gpipe.tasks.grpo.prompts import PromptExamples
+from hf_gpipe.tasks.grpo.rewards import GIVEN, RewardFunction, Rewards
+from hf_gpipe.tasks.grpo.rollouts import RolloutFunction, Rollouts, rollouts_of
+from hf_gpipe.trainers.trainer import TaskTrainer
+from hf_gpipe.training.generating import completions_of
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loop import TrainingLoop
+
+RewardSource = RewardFunction | nn.Module | str
+
+
+class PipelineGRPOTrainer(TaskTrainer):
+    """Trains on rewards of its own completions by pipeline parallelism, with the interface of TRL's GRPOTrainer.
+
+    Each step makes `num_generations` completions of every prompt of the mini-batch, by the pipeline itself, a server or
+    a function, asks for their rewards, and updates. Every process makes the same trainer and calls the same methods;
+    only the main process reads data, calls reward functions and asks a server.
+
+    Args:
+        model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
+        reward_funcs: a `RewardFunction`, a model that classifies rows into one label, or its path; or several, whose
+            weighted rewards are added up. Models are in the main process.
+        args: the arguments; None: all defaults.
+        train_dataset: map-style: rows that `PromptExamples` takes.
+        eval_dataset: the same, or a dict of several by name, whose rewards `evaluate` gives.
+        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
+        reward_processing_classes: the tokenizers of reward models, one for each of `reward_funcs`; None: their own.
+        callbacks, optimizers: as for `PipelineTrainer`.
+        quantization_config, peft_config: as for `Pipeline`.
+        rollout_func: (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs"} in place of generation, as in
+            TRL. The main process calls it, with each prompt as often as it has completions. Other entries go to the
+            reward functions. With "logprobs", those of the completions' tokens, the loss takes the ratio to them.
+
+    Raises:
+        UserError: an argument that is not supported, by its name.
+    """
+
+    _arguments, examples = PipelineGRPOConfig, PromptExamples
+    args: PipelineGRPOConfig
+
+    def __init__(
+        self,
+        model: Pipeline | ModelSource,
+        reward_funcs: RewardSource | Sequence[RewardSource],
+        args: PipelineGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        rollout_func: RolloutFunction | None = None,
+    ) -> None:
+        self._rewards = Rewards(reward_funcs, reward_processing_classes)
+        self._rollout_func = rollout_func
+        #: The metrics of each mini-batch's completions since the last log, in training (True) and evaluation (False).
+        self._noted: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+        #: The step at which the server's weights were written; None: not yet.
+        self._served_step: int | None = None
+        self._evaluated_examples: Any = None
+        self._num_evaluated = 0
+        super().__init__(
+            *(model, args, None, train_dataset, eval_dataset, processing_class, None, callbacks),
+            *(optimizers, quantization_config, peft_config),
+        )
+        args = self.args
+        self._server = None if args.rollout_server is None else args.make_server()
+        if self._server is not None and rollout_func is not None:
+            raise UserError("rollout_func: rollout_server is given too; leave one of them out")
+        if self._server is not None:
+            self.world.from_main(self._check_served_folder)
+        weights = args.reward_weights or [1.0] * len(self._rewards)
+        if len(weights) != len(self._rewards):
+            raise UserError(f"reward_weights={weights!r}: expected one for each of {len(self._rewards)} functions")
+        self._reward_weights = torch.tensor(weights)
+        self.world.from_main(lambda: self._rewards.load(self.world.device), takes_long=True)
+        self.world.from_main(self._check_data)
+
+    def _check_data(self) -> None:
+        """Raise UserError for prompts that are too long, or whose columns have names of other arguments."""
+        if self.args.mask_truncated_completions and getattr(self._tokenizer, "eos_token_id", None) is None:
+            raise UserError(
+                "mask_truncated_completions: the tokenizer has no eos_token, so that no completion has an end; leave "
+                "it out, or name the token"
+            )
+        given = self.eval_dataset
+        for dataset in (self.train_dataset, *(given.values() if isinstance(given, Mapping) else (given,))):
+            if dataset is not None:
+                self._check_examples(dataset)
+
+    def _check_examples(self, dataset: PromptExamples) -> None:
+        if taken := [name for name in GIVEN if name in dataset.row_columns]:
+            raise DataError(
+                f"the dataset has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
+            )
+        longest, length = max(dataset.lengths), self.args.max_completion_length
+        most = self.pipe.adapter.num_positions.get("decoder")
+        if most is not None and longest + length > most:
+            raise UserError(
+                f"max_completion_length={length}: the longest prompt has {longest} tokens, and the model has positions "
+                f"for {most} tokens of a prompt with its completion; use a smaller one, or shorter prompts"
+            )
+
+    @property
+    def _served_folder(self) -> Path:
+        return Path(self.args.rollout_weights_dir or self._output_dir / "rollout_weights")
+
+    def _check_served_folder(self) -> None:
+        """Raise UserError where new weights in the server's folder would replace something else."""
+        folder, model = self._served_folder, self.pipe.adapter.given_config.name_or_path
+        problem = ""
+        for name, path in (("output_dir", self._output_dir), ("the model", Path(model) if model else None)):
+            if path is not None and path.exists() and path.resolve().is_relative_to(folder.resolve()):
+                problem = f"{name} is in it"
+        if folder.exists() and not folder.is_dir():
+            problem = "it is no folder"
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        if names and not {CONFIG_NAME, ADAPTER_CONFIG_NAME}.intersection(names):
+            problem = "it has files, and none of them is the configuration of a model"
+        if problem:
+            raise UserError(
+                f"rollout_weights_dir is {str(folder)!r}: {problem}, and new weights replace the whole folder; give "
+                "one of its own"
+            )
+
+    def _loop(self, *args: Any, **options: Any) -> TrainingLoop:
+        self._served_step = None  # the weights may be others than they were at that step
+        return super()._loop(*args, **options)
+
+    def _completed(self, dataset: Any) -> Any:
+        self._served_step = None
+        self.world.from_main(lambda: None if dataset is None else self._check_examples(dataset))
+        self._evaluated_examples, self._num_evaluated = dataset, 0
+        return dataset
+
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
+        pipe = self.pipe
+        if pipe.is_asynchronous:
+            raise UserError(
+                f"schedule {pipe.config.schedule!r}: completions are those of the newest weights, and a window has "
+                "several steps; use a synchronous schedule, such as 1f1b"
+            )
+        if self.args.beta and not pipe.has_new_adapters:
+            raise UserError(
+                f"beta={self.args.beta!r}: the reference is the model without its new PEFT adapters, and there are "
+                "none; give peft_config, or beta=0"
+            )
+
+    # ------------------------------------------------------------------ rollouts
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.args.num_iterations
+
+    def prepared(self, group: Sequence[Batch], *, is_training: bool = True) -> Sequence[Batch]:
+        first, count, purpose, examples = 0, self.args.num_generations, "rollouts", self.train_dataset
+        if not is_training:
+            first, self._num_evaluated = self._num_evaluated, self._num_evaluated + len(group)
+            count, purpose = self.args.num_generations_eval or count, "rollouts of an evaluation"
+            examples = self._evaluated_examples
+        return [
+            self._rolled_out(batch, examples, count, (number, key(purpose)), is_training=is_training)
+            for number, batch in enumerate(group, start=first)
+        ]
+
+    def _rolled_out(
+        self, batch: Batch, examples: Any, count: int, place: tuple[int, int], *, is_training: bool
+    ) -> Batch:
+        """A mini-batch of rows from one of prompts of some examples; every process calls it and gets the same."""
+        args, loss = self.args, self.pipe.loss
+        assert isinstance(loss, GRPOLoss)
+        end = self.world.from_main(lambda: None if self._tokenizer is None else self._tokenizer.eos_token_id)
+        # As everything else, they depend on the seed and the step alone.
+        seed = mix(args.seed, self.pipe.step, *place)
+        with self.job.during("generating completions"):
+            rollouts = self._rollouts(batch, examples, count, end, seed, is_training=is_training)
+        completions = rollouts.completions
+        rewards = torch.tensor(
+            self.world.from_main(
+                lambda: self._rewards(self._columns(batch, examples, count, rollouts)).tolist(), takes_long=True
+            )
+        )
+        prompts = [prompt for prompt in tokens_of(batch) for _ in range(count)]
+        made = PairCollator(end or 0).of_answers([*zip(prompts, completions, strict=True)])
+        if args.mask_truncated_completions:
+            made["labels"][torch.tensor([own[-1] != end for own in completions])] = IGNORED_LABEL
+        total = summed(rewards, self._reward_weights)
+        self._note_rollouts(rewards, total.view(-1, count), completions, end, is_training=is_training)
+        made["advantages"] = (
+            advantages_of(total, count, args.scale_rewards)
+            if args.multi_objective_aggregation == "sum_then_normalize"
+            else advantages_of_each(rewards, self._reward_weights, count)
+        )
+        added = {}
+        if rollouts.log_probs is not None:
+            added["old_logps"] = rollouts.at_positions(made["labels"].shape, [*map(len, prompts)])
+        elif is_training and args.num_iterations > 1:
+            added["old_logps"] = self.pipe.token_log_probs(made)
+        if loss.beta:
+            added["ref_token_logps"] = self.pipe.token_log_probs(made, with_adapters=False)
+        return made | added
+
+    def _rollouts(
+        self, batch: Batch, examples: Any, count: int, end: int | None, seed: int, *, is_training: bool
+    ) -> Rollouts:
+        """`count` completions of each prompt of a mini-batch, the same in every process."""
+        args, server, function = self.args, self._server, self._rollout_func
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+        if server is None and function is None:
+            prompts = {name: tensor.repeat_interleave(count, 0) for name, tensor in batch.items()}
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                tokens = completions_of(self.pipe, prompts, end, args.max_completion_length, do_sample=True, **sampling)
+            return Rollouts(tokens.tolist()).until(end)
+        longest, vocabulary = args.max_completion_length, self.pipe.adapter.config.get_text_config().vocab_size
+        if server is not None:
+            self._serve_weights(is_training=is_training)
+
+        def ask() -> Rollouts:
+            if server is not None:
+                is_stale = is_training and args.rollout_sync_steps > 1
+                # Servers take a seed of 31 bits.
+                whose = {"seed": seed % 2**31, "end": end, "vocabulary": vocabulary, "has_log_probs": is_stale}
+                return server.complete(tokens_of(batch), count, longest, **whose, **sampling)
+            assert function is not None
+            prompts = [examples.rows[row]["prompt"] for row in batch["row"].tolist() for _ in range(count)]
+            asked = [prompt for prompt in tokens_of(batch) for _ in range(count)]
+            return rollouts_of(function, prompts, self, asked, longest, vocabulary)
+
+        made: list[Rollouts] = []
+
+        def completions() -> tuple[list[list[int]], list[list[float]] | None]:
+            made.append(ask().until(end))
+            return made[0].completions, made[0].log_probs
+
+        # The columns stay where the reward functions are.
+        shared = self.world.from_main(completions, takes_long=True)
+        return Rollouts(*shared, made[0].columns if made else None)
+
+    def _serve_weights(self, *, is_training: bool) -> None:
+        """Write the weights for the server and tell it, where it is time; every process calls it."""
+        step, served = self.pipe.step, self._served_step
+        # An evaluation is of the newest ones.
+        every = self.args.rollout_sync_steps * self.updates_per_step if is_training else 1
+        if served is not None and step - served < every:
+            return
+        folder = self._served_folder
+        with written_whole(folder, self.world) as temporary:
+            self._own_model_to_save(temporary, self.pipe.world).write()
+        server, are_adapters = self._server, self.pipe.adapter.peft is not None
+        assert server is not None
+        self.world.from_main(lambda: server.load(folder, are_adapters=are_adapters), takes_long=True)
+        self._served_step = step
+
+    def _columns(self, batch: Batch, examples: Any, count: int, rollouts: Rollouts) -> dict[str, Any]:
+        """The arguments of reward functions for the completions of a mini-batch; the main process calls it."""
+        assert self._tokenizer is not None, "the main process has the tokenizer"
+        given = [examples.rows[row] for row in batch["row"].tolist() for _ in range(count)]
+        texts: list[Any] = self._tokenizer.batch_decode(rollouts.completions, skip_special_tokens=True)
+        prompts = [row["prompt"] for row in given]
+        texts = [
+            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        columns = {name: [row.get(name) for row in given] for name in examples.row_columns}
+        columns |= rollouts.columns or {}
+        return columns | dict(zip(GIVEN, (prompts, texts, rollouts.completions, self.state), strict=True))
+
+    # ------------------------------------------------------------------ metrics
+
+    def _note_rollouts(
+        self,
+        rewards: torch.Tensor,
+        groups: torch.Tensor,
+        completions: list[list[int]],
+        end: int | None,
+        *,
+        is_training: bool,
+    ) -> None:
+        lengths = torch.tensor([*map(len, completions)], dtype=torch.float64)
+        is_clipped = [completion[-1] != end for completion in completions]
+        metrics = {
+            "reward": float(groups.nanmean()),
+            "reward_std": float(deviations(groups.view(1, -1))),
+            "frac_reward_zero_std": float((deviations(groups).abs() <= 1e-8).double().mean()),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": sum(is_clipped) / len(is_clipped),
+        }
+        for name, own in zip(self._rewards.names, rewards.unbind(dim=1), strict=True):
+            has_several = int((~own.isnan()).sum()) > 1
+            std = float(deviations(own[None])) if has_several else math.nan
+            metrics |= {f"rewards/{name}/mean": float(own.nanmean()), f"rewards/{name}/std": std}
+        self._noted[is_training].append(metrics)
+
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        metrics = super().metrics_of_loss(is_training=is_training)
+        noted, self._noted[is_training] = self._noted[is_training], []
+        for name in dict.fromkeys(name for step_metrics in noted for name in step_metrics):
+            values = [value for step_metrics in noted if not math.isnan(value := step_metrics[name])]
+            if values:  # there is none without any reward
+                metrics[name] = sum(values) / len(values)
+        return metrics

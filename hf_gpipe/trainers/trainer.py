@@ -1,0 +1,212 @@
+"""`TaskTrainer`: what the trainers of TRL's interface share. They make examples of rows before the training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from hf_gpipe.adapters.classifiers import change
+from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.tokenizer import read_tokenizer
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
+from hf_gpipe.training.loader import Batch, Collate, MiniBatches
+from hf_gpipe.training.pools import has_index
+from hf_gpipe.training.trainer import PipelineTrainer
+
+
+class TaskTrainer(PipelineTrainer):
+    """A trainer of a task, which makes the examples of rows itself; its subclasses explain the arguments.
+
+    The examples are made in the main process alone; the datasets of the others are None. Stages, tables and the
+    training loop are those of any other training.
+
+    A subclass names the class of its arguments, which names the loss, and that of its examples, which names what makes
+    mini-batches of them.
+    """
+
+    args: Any
+    _arguments: ClassVar[type[TaskArguments]]
+    #: The class of its examples.
+    examples: ClassVar[Any]
+    #: The columns that rows may have besides, of a reference's log-probabilities that are computed once.
+    _of_reference: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        model: Pipeline | ModelSource,
+        args: Any = None,
+        data_collator: Collate | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        self._collated_columns = (*self.examples.columns, *self._of_reference)
+        options = {"callbacks": callbacks, "optimizers": optimizers, "compute_metrics": compute_metrics, **others}
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            **options,
+        )
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, which may be that of a processor; None: there is none."""
+        given = self.processing_class
+        return given.tokenizer if isinstance(given, ProcessorMixin) else given
+
+    @property
+    def _padding(self) -> int:
+        """A token that fills shorter rows; without a tokenizer any, for masks leave it out."""
+        return 0 if self._tokenizer is None else PairCollator.for_tokenizer(self._tokenizer).pad_token_id
+
+    # ------------------------------------------------------------------ the model
+
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        return model, self.args.model_options(model) if isinstance(self.args, ModelArguments) else {}
+
+    def _example(self, spec: ModelSpec) -> Batch | Workload | None:
+        if self.train_dataset is None or not hasattr(self.train_dataset, "lengths"):
+            return None
+        num_rows, num_tokens = self.args.of_example
+        longest = max(self.train_dataset.lengths) + num_tokens
+        return Workload(num_rows * self.args.per_device_train_batch_size, longest, longest)
+
+    def _take_pipeline(self) -> None:
+        config = self.pipe.adapter.config
+        if config.is_encoder_decoder:
+            raise UserError(f"{config.model_type} is an encoder-decoder; give a decoder-only model")
+        if self.data_collator is None:
+            self.data_collator = self._collator()
+        self._check_loss()
+        if getattr(self.args, "disable_dropout", False):
+            for stage in self.pipe.weights.every_model:
+                for module in stage.model.modules():
+                    if isinstance(module, nn.Dropout):
+                        module.p = 0.0
+
+    def _check_loss(self) -> None:
+        """Raise UserError where a given Pipeline has another loss than the arguments ask for."""
+        if self.pipe.loss != (asked := self.args.make_loss()):
+            raise UserError(
+                f"the given Pipeline has the loss {self.pipe.loss}, and the arguments ask for {asked}; make it with "
+                "loss=args.make_loss(), or give the model"
+            )
+
+    # ------------------------------------------------------------------ the data
+
+    def _prepare_data(self, model: Any) -> None:
+        if self.processing_class is None and isinstance(model, str):
+            trusts = getattr(self.args, "trust_remote_code", False)
+            self.processing_class = read_tokenizer(model, trust_remote_code=trusts)
+        datasets: dict[str, Any] = {}
+
+        def prepare() -> None:
+            datasets["train"] = self._examples(self.train_dataset, is_training=True)
+            datasets["eval"] = each(self.eval_dataset, self._examples)
+            if self.data_collator is None and self._tokenizer is None:
+                raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
+
+        self.world.from_main(prepare, takes_long=True)
+        self.train_dataset, self.eval_dataset = datasets.get("train"), datasets.get("eval")
+
+    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
+        """The examples of a dataset to train or to evaluate on, which may be examples already; None for None."""
+        if dataset is None:
+            return None
+        if not has_index(dataset):
+            raise DataError("this trainer needs a map-style dataset; take a part of the stream, by list(...) say")
+        kind = self.examples
+        if isinstance(dataset, kind):
+            return dataset
+        # Rows of ids may come from elsewhere, except for those of prompts: their texts are needed.
+        known_by, with_prompt = kind.columns[0], "prompt_ids"
+        if kind.takes_ids and len(dataset) and known_by in (row := dataset[0]):
+            if known_by != with_prompt and with_prompt in row:
+                raise DataError(
+                    f"the dataset has the column {with_prompt!r}: its answers are without their prompts; give the "
+                    f"rows of text, or a dataset of {kind.__name__}"
+                )
+            return dataset
+        if self._tokenizer is None:
+            raise UserError(f"processing_class is None; give the tokenizer, or a dataset of {kind.__name__}")
+        return kind(dataset, self._tokenizer, max_length=self.args.max_length)
+
+    def _collator(self) -> Collate:
+        """Makes mini-batches, where no collator was given."""
+        collator: Collate = self.examples.collator(self._padding)
+        return collator
+
+    def _completed(self, dataset: Any) -> Any:
+        """The examples to evaluate on with all that the loss reads; every process calls it."""
+        return dataset
+
+    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
+        examples: list[Any] = []
+        self.world.from_main(lambda: examples.append(self._examples(dataset)), takes_long=True)
+        return super()._evaluated(self._completed(examples[0] if examples else None), generation, required)
+
+    def _eval_batches(self, dataset: Any) -> MiniBatches:
+        return super()._eval_batches(self._examples(dataset))
+
+    # ------------------------------------------------------------------ metrics
+
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        """The means over the units since the last call, of all processes. Every process calls it."""
+        loss = self.pipe.loss
+        assert isinstance(loss, NotingLoss)
+        return loss.means(self.world.all_reduce, is_training=is_training)
+
+
+def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
+    """The result of a function for a dataset, or for each of a dict of several."""
+    if isinstance(datasets, Mapping):
+        return {name: function(dataset) for name, dataset in datasets.items()}
+    return function(datasets)
+
+
+def as_class(
+    model: ModelSource,
+    fields_of: Callable[[PreTrainedConfig, bool], dict[str, Any]],
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[ModelSource, dict[str, Any]]:
+    """A model as one of another class, and more options of `ModelSpec` for it; a model in memory stays as it is.
+
+    Args:
+        model: the model.
+        fields_of: a configuration, and whether it is a saved model's -> its fields that make it one of that class.
+        trust_remote_code: whether code beside a saved model's configuration may be run.
+    """
+    if isinstance(model, nn.Module):
+        return model, {}
+    if isinstance(model, PreTrainedConfig):
+        config = copy.deepcopy(model)
+        change(config, fields_of(config, False))
+        return config, {}
+    source = base_of(model) if has_adapters(model) else model
+    fields = fields_of(read_config(source, trust_remote_code=trust_remote_code), True)
+    return model, {"config_overrides": fields} if fields else {}
