@@ -46,7 +46,7 @@ def check_keys(batch: Tensors, adapter: Adapter) -> None:
     model = adapter.reference
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = {*chain(*adapter.text_keys.values()), *_OWN, *target_keys, *image_keys}
+    known = {*chain(*adapter.text_keys.values()), *_OWN, *adapter.loss_keys, *target_keys, *image_keys}
     for name in batch:
         if name.startswith(_NOT_TEXT) and name not in image_keys:
             takes = f"takes token ids and {', '.join(image_keys)}" if image_keys else "takes token ids only"

@@ -86,7 +86,7 @@ class ChatExamples(EncodedRows):
                 self._what,
             )
 
-    def _example(self, read: ReadRow) -> tuple[np.ndarray, np.ndarray] | None:
+    def encode(self, read: ReadRow) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids and labels of a conversation; None if no target is left."""
         ids, labels = self._tokens(read.where, read.row)
         is_cut = self._max_length is not None and len(ids) > self._max_length

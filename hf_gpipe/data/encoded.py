@@ -98,7 +98,7 @@ class EncodedRows(ABC):
             logger.warning("of %d %s, %d were cut to %s tokens%s", count, what, self.num_truncated, max_length, dropped)
 
     @abstractmethod
-    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float] | np.ndarray, ...] | None:
+    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float] | np.ndarray, ...] | None:
         """The columns of a row, which it counts in `num_truncated` or `num_dropped`; None drops it."""
 
     def _cut(self, where: str, texts: list[str]) -> list[list[int]]:
@@ -115,7 +115,7 @@ class EncodedRows(ABC):
     def _batches(self, read: list[ReadRow], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
         with progress(None, "tokenising", self._what, len(read)) as shown:
             for block in in_blocks(read, BATCH_ROWS):
-                rows = [row for row in map(self._example, block) if row is not None]
+                rows = [row for row in map(self.encode, block) if row is not None]
                 if rows:
                     columns = [pyarrow.array(*pair) for pair in zip(zip(*rows, strict=True), schema.types, strict=True)]
                     yield pyarrow.record_batch(columns, schema=schema)
@@ -140,5 +140,9 @@ class EncodedRows(ABC):
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each example, for length bucketing."""
-        return self._lengths_of(self.columns[0])
+        """The number of tokens of the longest row of each example with its prompt, for length bucketing."""
+        names = [name for name in self.columns if name.endswith("_ids") and name != "prompt_ids"]
+        longest = [max(own) for own in zip(*map(self._lengths_of, names), strict=True)]
+        if "prompt_ids" not in self.columns:
+            return longest
+        return [a + b for a, b in zip(self._lengths_of("prompt_ids"), longest, strict=True)]

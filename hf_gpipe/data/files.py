@@ -13,7 +13,7 @@ from hf_gpipe.data.translation.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.data import PATHS
-from hf_gpipe.settings.kinds import ROW_KINDS, ROW_LENGTH_KINDS
+from hf_gpipe.settings.kinds import ROW_KINDS, ROW_LENGTH_KINDS, files_like
 from hf_gpipe.sources import is_here
 
 #: So much of a file's beginning and end is compared between machines.
@@ -28,6 +28,11 @@ SUFFIXES = {
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
     "images": (".parquet",),
 }
+
+
+def suffixes_of(kind: str) -> tuple[str, ...]:
+    """The suffixes of the files that a kind of data reads."""
+    return SUFFIXES[files_like(kind)]
 
 
 def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
@@ -48,8 +53,8 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     if not files:
         if is_directory:
             why = "it is not known which of its files to read"
-            if SUFFIXES[kind]:
-                why = f"it has no files with names in {', '.join(SUFFIXES[kind])}"
+            if suffixes_of(kind):
+                why = f"it has no files with names in {', '.join(suffixes_of(kind))}"
             raise DataError(f"{key}: the directory {path} cannot be read: {why}; name the file")
         if glob.has_magic(path):
             raise DataError(f"{key}: no file matches {path} (looked in {Path.cwd()}); correct the path")
@@ -71,7 +76,7 @@ def is_local(path: str, kind: str) -> bool:
 
     Raises DataError where it can be neither.
     """
-    if glob.has_magic(path) or path.endswith(SUFFIXES[kind]):
+    if glob.has_magic(path) or path.endswith(suffixes_of(kind)):
         return True
     if not _is_here(path):
         return False
@@ -87,7 +92,8 @@ def check_data_set(path: str, kind: str) -> None:
     if _is_here(path) and not Path(path).is_dir():
         kinds = ", or name the kind of its rows, such as data.kind=chat or, for pairs, data.kind=jsonl"
         raise DataError(
-            f"data.path: {path} is a file, and data.kind is {kind}; give {PATHS[kind]}{kinds if kind == 'hub' else ''}"
+            f"data.path: {path} is a file, and data.kind is {kind}; give {PATHS[files_like(kind)]}"
+            f"{kinds if kind == 'hub' else ''}"
         )
 
 
@@ -101,7 +107,7 @@ def _is_here(path: str) -> bool:
 def _found(path: Path, kind: str) -> list[Path]:
     if path.is_dir():
         # Without a suffix the files of a kind cannot be told from others.
-        return sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(SUFFIXES[kind]))
+        return sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(suffixes_of(kind)))
     if path.is_file():
         return [path]
     return sorted(Path(name) for name in glob.glob(str(path)) if Path(name).is_file())
@@ -149,7 +155,7 @@ def digest_of_files(data: DataSection) -> str:
     It reads little, so that two machines can compare their copies of a large corpus.
     """
     digest, is_empty = hashlib.blake2b(digest_size=8), True
-    for key, name in _paths(data) if data.kind in SUFFIXES else ():
+    for key, name in _paths(data) if files_like(data.kind) in SUFFIXES else ():
         try:
             files = files_of(name, data.kind, key)
         except DataError:

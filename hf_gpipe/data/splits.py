@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from hf_gpipe.data.deterministic import SPLITS, split_of, stable_random
-from hf_gpipe.data.files import SUFFIXES, files_of, is_local
+from hf_gpipe.data.files import files_of, is_local, suffixes_of
 from hf_gpipe.data.formats import Row, rows_of_file
 from hf_gpipe.errors import DataError
 from hf_gpipe.progress import progress
@@ -80,7 +80,9 @@ def read_splits(
         if data.subset is not None or data.revision is not None:
             key, value = ("subset", data.subset) if data.subset is not None else ("revision", data.revision)
             raise DataError(f"data.{key} is {value!r}, and {path} are files of this machine; leave data.{key} out")
-        files = (rows_of_file(file, SUFFIXES[data.kind], what, data.text_field) for file in files_of(path, data.kind))
+        files = (
+            rows_of_file(file, suffixes_of(data.kind), what, data.text_field) for file in files_of(path, data.kind)
+        )
         rows: Iterable[Row] = chain.from_iterable(files)
     else:
         from hf_gpipe.data.hub import hub_part  # its library takes a second to import

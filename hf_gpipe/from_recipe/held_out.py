@@ -155,7 +155,7 @@ def evaluate_loss(pipe: Pipeline, held_out: HeldOut, collate: Collate, task: str
     assert isinstance(loss, NotingLoss)
     num_rows, batches = held_out.mini_batches(pipe, collate)
     loss.take(is_training=False)
-    total = sum(float(predicted.evaluation.row_nll.sum()) for predicted in predict(pipe, batches))
+    total = sum(float(predicted.evaluation.row_losses.sum()) for predicted in predict(pipe, batches))
     metrics = {"loss": total / num_rows, **loss.means(pipe.world.all_reduce, is_training=False)}
     words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     return HeldOutReport(task, {"num_rows": num_rows, **metrics}, (items, f"{num_rows} {items}"), words)

@@ -117,6 +117,7 @@ def loss_of(adapter: Adapter, asked: Loss) -> Loss:
             "hidden states; give an EmbeddingLoss, or a model with a head (of AutoModelForCausalLM, say)"
         )
     asked.check_model(adapter)
+    adapter.loss_keys = (*adapter.loss_keys, *asked.entries)
     problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
     has_scores = problem != ONE_CLASS or (adapter.is_classifier and adapter.config.num_labels == 1)
     if not asked.is_of_tokens and Reads.TOKENS in asked.reads and has_scores:

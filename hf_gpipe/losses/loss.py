@@ -97,6 +97,7 @@ class Loss:
         compares_units: whether the units of a mini-batch are compared with each other. Then `embed` gives all that it
             reads of a row, and `compare` the losses; a first pass of forwards runs before the step
             (runtime/first_pass.py).
+        entries: names of entries of a mini-batch that it alone reads.
         adds_auxiliary: whether the auxiliary loss of a mixture of experts is added.
         is_checked: whether a unit is known not to depend on the rows of others; set at a first micro-batch.
     """
@@ -106,6 +107,7 @@ class Loss:
     counts_tokens: bool = False
     needs_reference: bool = False
     compares_units: bool = False
+    entries: tuple[str, ...] = ()
     adds_auxiliary: bool = True
     is_checked: bool = False
 

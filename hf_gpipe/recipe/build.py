@@ -9,6 +9,7 @@ from typing import Any
 from hf_gpipe.errors import RecipeError, UserError, nearest
 from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
 from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read
+from hf_gpipe.settings.kinds import uses
 from hf_gpipe.settings.section import MisfitError, dotted, keys_of
 from hf_gpipe.text import shorten, show
 
@@ -34,7 +35,7 @@ def drop_unused(data: Mapping[Any, Any], kind: object, keep: Iterable[KeyPath] =
     kept = set(keep)
     for name, key in all_keys():
         section = data.get(name)
-        if isinstance(section, dict) and not key.is_used_by(kind) and not {(name,), (name, key.name)} & kept:
+        if isinstance(section, dict) and not uses(kind, key.kinds) and not {(name,), (name, key.name)} & kept:
             section.pop(key.name, None)
 
 

@@ -8,7 +8,7 @@ from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.fields import Recipe, all_keys
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
-from hf_gpipe.settings.kinds import LABELLED
+from hf_gpipe.settings.kinds import LABELLED, uses
 from hf_gpipe.settings.section import NotWith
 from hf_gpipe.text import show
 
@@ -36,7 +36,7 @@ def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
     kind = recipe.data.kind
     for section, key in all_keys():
         value = getattr(getattr(recipe, section), key.name)
-        if key.kinds is not None and kind not in key.kinds and value != key.default:
+        if key.kinds is not None and not uses(kind, key.kinds) and value != key.default:
             place = f"{locations.of((section, key.name))}: " if locations else ""
             raise RecipeError(
                 f"{place}{section}.{key.name} is {show(value)} and data.kind is {kind}, which does not use it; it is "

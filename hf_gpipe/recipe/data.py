@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import DataError
+from hf_gpipe.registry import has_own_task
 from hf_gpipe.settings.kinds import (
     BY_TARGETS,
     CHAT,
@@ -15,6 +16,7 @@ from hf_gpipe.settings.kinds import (
     FIELDS,
     IMAGE_TEXT,
     IMAGES,
+    KINDS,
     LABELLED,
     MESSAGE_KINDS,
     OF_THE_HUB,
@@ -22,7 +24,8 @@ from hf_gpipe.settings.kinds import (
     READ,
     ROW_KINDS,
     ROW_LENGTH_KINDS,
-    SEQUENCE_KINDS,
+    files_like,
+    uses,
 )
 from hf_gpipe.settings.section import (
     MAY_CHANGE,
@@ -59,7 +62,7 @@ PATHS = {
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Annotated[str, one_of("cldr", *ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)]
+    kind: Annotated[str, one_of(*KINDS, other=has_own_task)]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
@@ -233,7 +236,7 @@ class DataSection:
     @property
     def length_key(self) -> str:
         """The key with the most tokens of a row, or of the target of a pair."""
-        return "max_length" if self.kind in ROW_LENGTH_KINDS else "max_target_tokens"
+        return "max_length" if uses(self.kind, ROW_LENGTH_KINDS) else "max_target_tokens"
 
     def __post_init__(self) -> None:
         if self.validation_fraction + self.test_fraction >= 1:
@@ -241,15 +244,16 @@ class DataSection:
                 f"validation_fraction {self.validation_fraction} and test_fraction {self.test_fraction} leave nothing "
                 "to train on; their sum must be below 1."
             )
-        if self.path is None and self.kind in PATHS:
-            raise DataError(f"path is missing and kind is {self.kind}; give {PATHS[self.kind]}.")
+        files = files_like(self.kind)
+        if self.path is None and files in PATHS:
+            raise DataError(f"path is missing and kind is {self.kind}; give {PATHS[files]}.")
         if self.kind == "parallel" and self.target_path is None:
             raise DataError(
                 "target_path is missing and kind is parallel; give the file with the translations of the lines of path."
             )
         if self.kind == "cldr":
             self._check_cldr()
-        if self.kind in _FILES and self.subset is not None and not isinstance(self.subset, str):
+        if files in _FILES and self.subset is not None and not isinstance(self.subset, str):
             raise DataError(
                 f"subset is {show(self.subset)} and kind is {self.kind}, which reads one subset; give its name."
             )

@@ -13,7 +13,7 @@ from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.training import TrainingSection
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.settings.kinds import PAIRS, TOKENIZED
+from hf_gpipe.settings.kinds import PAIRS, TOKENIZED, uses
 from hf_gpipe.settings.losses import (
     DistillationSection,
     EmbeddingsSection,
@@ -232,7 +232,7 @@ class Recipe:
         return {
             (name, key.name): key.value_in(getattr(self, name))
             for name, key in all_keys()
-            if key.is_used_by(self.data.kind)
+            if uses(self.data.kind, key.kinds)
         }
 
 

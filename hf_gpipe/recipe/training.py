@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.batch_size import BatchSize
-from hf_gpipe.settings.kinds import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
+from hf_gpipe.settings.kinds import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES, uses
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.section import (
     MAY_CHANGE,
@@ -221,7 +221,7 @@ class TrainingSection(TrainingMeaning):
 
     def sorts_rows(self, kind: str) -> bool:
         """Whether rows of similar length share a mini-batch, where the data are of this kind; images are all alike."""
-        return self.length_bucketing and kind in OF_TEXT
+        return self.length_bucketing and uses(kind, OF_TEXT)
 
     def __post_init__(self) -> None:
         if not self.push_to_hub:

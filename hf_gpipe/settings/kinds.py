@@ -31,6 +31,19 @@ OF_TEXT = (*PAIRS, *SEQUENCE_KINDS)
 TOKENIZED = tuple(kind for kind in OF_TEXT if kind not in IMAGE_TEXT)
 BY_TARGETS = (*PAIRS, "text")
 READ = (*ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)
+KINDS = (*PAIRS, *SEQUENCE_KINDS, *IMAGES)
+"""All kinds but those that name a task of one's own (`hf_gpipe.registry`)."""
+
+
+def uses(kind: object, kinds: tuple[str, ...] | None) -> bool:
+    """Whether a kind of data uses a key of some kinds, or of all; a task of one's own has the keys of messages."""
+    return kinds is None or kind in kinds or (kind not in KINDS and {*MESSAGE_KINDS} <= {*kinds})
+
+
+def files_like(kind: str) -> str:
+    """The kind of data whose files a kind has."""
+    return kind if kind in KINDS else MESSAGE_KINDS[0]
+
 
 #: What keys of other sections are marked with.
 OF_ROWS_ALONE = NotWith(

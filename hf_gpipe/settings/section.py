@@ -36,9 +36,17 @@ T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-def one_of(*names: str) -> GetPydanticSchema:
-    """A check that a value is one of names that another module owns; for names in the annotation use Literal."""
-    return GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(names)))
+def one_of(*names: str, other: Callable[[Any], bool] = lambda value: False) -> GetPydanticSchema:
+    """A check that a value is one of names that another module owns, or one that `other` accepts.
+
+    For names in the annotation use Literal.
+    """
+    literal = core_schema.literal_schema(list(names))
+    return GetPydanticSchema(
+        lambda source, handler: core_schema.no_info_wrap_validator_function(
+            lambda value, check: value if other(value) else check(value), literal
+        )
+    )
 
 
 MAY_CHANGE = object()
@@ -93,10 +101,6 @@ class Key:
     def keeps_null(self) -> bool:
         """Whether null is a value of its own, or an error; else it stands for the default."""
         return self.is_required or any(option.get("type") == "null" for option in self.schema.get("anyOf", ()))
-
-    def is_used_by(self, kind: object) -> bool:
-        """Whether the kind of data uses it; an unknown kind uses every key."""
-        return self.kinds is None or kind in self.kinds
 
 
 def check_value(argument: str, value: Any, allowed: Any) -> None:

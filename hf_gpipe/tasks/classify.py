@@ -65,7 +65,7 @@ class LabelledExamples(EncodedRows):
         self.read = partial(labelled_of, labels=labels)
         super().__init__(rows, tokenizer, max_length=max_length)
 
-    def _example(self, read: ReadRow) -> tuple[Sequence[int], ...]:
+    def encode(self, read: ReadRow) -> tuple[Sequence[int], ...]:
         row = read.row
         (ids,) = self._cut(read.where, [row["text"]])
         return ids, [row["label"]]

@@ -172,7 +172,7 @@ class PreferenceExamples(EncodedRows):
     #: Whether they are cut here; otherwise the collator cuts its rows.
     _cuts_answers = True
 
-    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         row = read.row
         prompt = ids_of(self._tokenizer, read.where, row, row["prompt"], add_generation_prompt=True)
         wholes = self._answered(read.where, row)
@@ -198,12 +198,6 @@ class PreferenceExamples(EncodedRows):
         if isinstance(row["prompt"], str) and end is not None:
             answers = [answer if answer.endswith(end) else answer + end for answer in answers]
         return [ids_of(self._tokenizer, where, row, row["prompt"] + answer) for answer in answers]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
-        longest = [max(own) for own in zip(*(self._lengths_of(f"{n}_ids") for n in self._answers), strict=True)]
-        return [a + b for a, b in zip(self._lengths_of("prompt_ids"), longest, strict=True)]
 
 
 @dataclass

@@ -236,7 +236,7 @@ class EmbeddingExamples(EncodedRows):
         self.read = partial(embedded_of, texts=texts)
         super().__init__(rows, tokenizer, max_length=max_length)
 
-    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
+    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
         row = read.row
         texts = self._cut(read.where, row["texts"])
         score = math.nan if row["score"] is None else row["score"]

@@ -149,8 +149,8 @@ class KTOExamples(PreferenceExamples):
     read = staticmethod(judged_of)
     _answers, _cuts_answers = ("completion",), False
 
-    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
-        ids = super()._example(read)
+    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+        ids = super().encode(read)
         return None if ids is None else (*ids, [int(read.row["label"])])
 
     @property

@@ -96,7 +96,7 @@ class RewardExamples(PreferenceExamples):
     _dropped = "they are longer"
     read = staticmethod(compared_of)
 
-    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         row = read.row
         wholes = self._answered(read.where, row)
         self._check_tokens(read.where, "an answer", *wholes)
@@ -104,12 +104,6 @@ class RewardExamples(PreferenceExamples):
             self.num_dropped += 1
             return None
         return *wholes, [row.get("margin", 0.0)]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
-        both = (self._lengths_of(name) for name in ("chosen_ids", "rejected_ids"))
-        return [max(pair) for pair in zip(*both, strict=True)]
 
 
 @dataclass

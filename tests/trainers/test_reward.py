@@ -84,7 +84,7 @@ def trained(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewardTrai
 
 def test_loss_and_every_gradient() -> None:
     batch = COLLATE(list(RewardExamples(compared(5), tokenizer())))
-    assert batch["labels"].tolist() == pytest.approx([0.5, 0, -0.25, 0, 1, 0, 0, 0, 2, 0])
+    assert batch["labels"].tolist() == pytest.approx([0.5, 0.5, -0.25, -0.25, 1, 1, 0, 0, 2, 2])
     plain = plain_model()
     expected, _ = plain_loss(plain, batch, 0.3)
     expected.backward()
