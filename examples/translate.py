@@ -21,7 +21,7 @@ from sacrebleu.metrics import CHRF
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, EvalPrediction, GenerationConfig, HfArgumentParser
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
-from hf_gpipe.data.translation.language_codes import LanguageCodes
+from hf_gpipe.tasks.translation.language_codes import LanguageCodes
 
 
 @dataclass

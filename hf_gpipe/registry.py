@@ -13,12 +13,12 @@ MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher")
 
 #: The modules of `hf_gpipe.tasks` for the kinds of data that these have; any other kind is the name of its module.
 TASKS = {
-    **dict.fromkeys(("cldr", "jsonl", "csv", "parquet", "parallel", "hub"), "translation"),
+    **dict.fromkeys(("cldr", "jsonl", "csv", "parquet", "parallel", "hub"), "translation.task"),
     "chat": "sft",
     "preferences": "dpo",
     "rewards": "reward",
     "classification": "classify",
-    "prompts": "grpo",
+    "prompts": "grpo.task",
 }
 
 
@@ -36,5 +36,6 @@ def task_module(name: str) -> Any:
 
 def has_own_task(kind: Any) -> bool:
     """Whether a kind of data is the name of a module of `hf_gpipe.tasks`, and no task of another kind."""
-    is_name = isinstance(kind, str) and kind.isidentifier() and kind not in TASKS.values()
+    others = {name.partition(".")[0] for name in TASKS.values()}
+    is_name = isinstance(kind, str) and kind.isidentifier() and kind not in others
     return is_name and find_spec(f"hf_gpipe.tasks.{kind}") is not None

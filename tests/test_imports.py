@@ -53,8 +53,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json", "sources", "progress")
 HEAVY = {"torch", "transformers"}
-#: The first has what modules of divided layers need, and what divides them; modules beside the second read its fields.
-NOT_FOLDED = ("adapters.tensor_parallel", "data.translation")
+#: It has what modules of divided layers need, and what divides them.
+NOT_FOLDED = ("adapters.tensor_parallel",)
 
 
 def modules(root: Path) -> dict[str, Path]:

@@ -18,13 +18,13 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from examples import digit_questions
 from hf_gpipe.commands import plan
 from hf_gpipe.data import train_tokenizer
-from hf_gpipe.data.translation.cldr import coverage
 from hf_gpipe.from_recipe import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.settings.kinds import CLASSIFIER_KINDS, PAIRED_KINDS, SEQUENCE_KINDS
+from hf_gpipe.tasks.translation.cldr import coverage
 from tests.data import hub_directories, multilingual
 
 REPOSITORY = Path(__file__).parents[1]

@@ -97,7 +97,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _in_languages(tokenizer: Any, args: argparse.Namespace) -> dict[str, int]:
     """Let the tokenizer encode the texts' language; returns the argument of `generate` of the target's language."""
-    from hf_gpipe.data.translation.language_codes import LanguageCodes
+    from hf_gpipe.tasks.translation.language_codes import LanguageCodes
 
     names = {name: value for name in ("source_language", "target_language") if (value := getattr(args, name))}
     codes = LanguageCodes.of(tokenizer, {})

@@ -7,7 +7,7 @@ through them:
     files, formats, hub      which files a path means; rows of files, and of data sets of the Hub
     fields, image_files      the fields of rows; the images of rows
     splits, rows             a corpus: items of any kind in three splits, or rows as they are
-    translation/             pairs: all at once, memory-mapped, or as a stream; sampling by language; pairs to examples
+    parts, sampling          rows by language, which can be read from any place on; sampling of languages
     chats, chat_labels       conversations and preferences in any form; their ids, and which of them are learnt
     encoded, chat_examples   rows to examples, kept in the cache; those of conversations
     packed_rows              which rows share a row
@@ -29,16 +29,17 @@ from hf_gpipe.data.collate import ExampleCollator as PreferenceCollator  # noqa:
 from hf_gpipe.data.collate import PairCollator as PairCollator
 from hf_gpipe.data.splits import Corpus as Corpus
 from hf_gpipe.data.tokenizer import train_tokenizer as train_tokenizer
-from hf_gpipe.data.translation.corpus import build_corpus as build_corpus
-from hf_gpipe.data.translation.pairs import Pair as Pair
-from hf_gpipe.data.translation.stream import PairStream as PairStream
-from hf_gpipe.data.translation.stream import StreamedCorpus as StreamedCorpus
-from hf_gpipe.data.translation.tokenized import StreamedExamples as StreamedExamples
-from hf_gpipe.data.translation.tokenized import TokenizedPairs as TokenizedPairs
 from hf_gpipe.registry import task_module
 
-#: Examples that stand in the modules of their tasks.
-_OF_TASKS = {"LabelledExamples": "classify", "PreferenceExamples": "dpo"}
+#: Names that stand in the modules of their tasks.
+_OF_TASKS = {
+    "LabelledExamples": "classify",
+    "PreferenceExamples": "dpo",
+    "build_corpus": "translation.corpus",
+    "Pair": "translation.pairs",
+    **dict.fromkeys(("PairStream", "StreamedCorpus"), "translation.stream"),
+    **dict.fromkeys(("StreamedExamples", "TokenizedPairs"), "translation.tokenized"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hf_gpipe.data.translation.fields import PLACEHOLDER
+from hf_gpipe.data.parts import PLACEHOLDER
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.data import PATHS

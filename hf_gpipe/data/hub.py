@@ -11,40 +11,11 @@ from typing import Any
 import datasets
 
 from hf_gpipe.data.deterministic import SPLITS, stable_random
-from hf_gpipe.data.files import check_data_set
 from hf_gpipe.data.formats import Row
-from hf_gpipe.data.translation.fields import PLACEHOLDER, PairFields
-from hf_gpipe.data.translation.sources import Part, Rows, check_count, languages_of_parts
+from hf_gpipe.data.parts import PLACEHOLDER, Part, Rows, check_count
 from hf_gpipe.errors import DataError, listed, nearest, one_line
 from hf_gpipe.libraries.datasets import fingerprint_of
 from hf_gpipe.libraries.huggingface_hub import showing_downloads
-from hf_gpipe.recipe import DataSection
-
-
-def hub_parts(data: DataSection, fields: PairFields) -> list[Part]:
-    """The parts of a data set; its own splits "validation" and "test" are used for each part.
-
-    Args:
-        data: its path, subset and revision, and the languages to read; with a mapping of subsets, an empty list means
-            all of its languages. Of several names of a subset, the first that the data set has is read, for data sets
-            that order the languages of a pair alphabetically ("de-en" and "en-zh"). A stream reads rows remotely;
-            otherwise the data set is downloaded first.
-        fields: how a row is turned into pairs.
-
-    Raises:
-        DataError: the data set, the subset or the training split does not exist; names those that do.
-    """
-    path, subset, languages = str(data.path), data.subset, data.languages
-    if isinstance(subset, Mapping) and not languages:
-        languages = list(subset)
-    templates = [] if subset is None or isinstance(subset, Mapping) else [subset] if isinstance(subset, str) else subset
-    in_names = isinstance(subset, Mapping) or any(PLACEHOLDER in name for name in (path, *templates))
-    parts = []
-    for language in languages_of_parts(data.kind, languages, fields, in_names=in_names, key="data.subset"):
-        own_path = path.replace(PLACEHOLDER, language or "")
-        check_data_set(own_path, data.kind)
-        parts.append(hub_part(own_path, subset, data.revision, language, streaming=data.streaming))
-    return parts
 
 
 def _subset_of(
@@ -81,7 +52,10 @@ def _subsets(path: str, revision: str | None) -> list[str]:
 def hub_part(
     path: str, subset: Any, revision: str | None, language: str | None = None, *, streaming: bool = False
 ) -> Part:
-    """A data set, or its part of one language; the keys of the section `data`, and the errors, are `hub_parts`'."""
+    """A data set, or its part of one language; the arguments are keys of the section `data`.
+
+    Raises DataError where the data set, the subset or the training split does not exist; names those that do.
+    """
     subset = _subset_of(path, subset, language, revision)
     splits = asked(path, subset, lambda: datasets.load_dataset(path, subset, revision=revision, streaming=streaming))
     name = f"{path}, {subset}" if subset else path

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
-from hf_gpipe.data.translation.sampling import epoch_rows
+from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.training.pools import DataPositions, Pools, has_index, target_tokens
@@ -50,7 +50,7 @@ class MiniBatches:
         columns: the entries of a row to keep; None: all.
         length_column: the column of a datasets.Dataset that holds the rows' lengths, for "group_by_length".
         workers: the options of torch's DataLoader for loading in other processes; empty: this process loads.
-        temperature: T by which languages are drawn (hf_gpipe.data.translation.sampling); 1: every row once an epoch.
+        temperature: T by which languages are drawn (hf_gpipe.data.sampling); 1: every row once an epoch.
     """
 
     dataset: Any

@@ -19,11 +19,11 @@ from hf_gpipe.checkpoint import digests
 from hf_gpipe.commands.train import _num_workers, main
 from hf_gpipe.data import TokenizedPairs, formats
 from hf_gpipe.data.tokenizer import trained_tokenizer
-from hf_gpipe.data.translation.corpus import build_corpus
 from hf_gpipe.errors import EXIT_USER_ERROR, UserError
 from hf_gpipe.from_recipe import cost, job
 from hf_gpipe.recipe import DataSection, TokenizerSection, load_recipe
 from hf_gpipe.schedule import build, read_table
+from hf_gpipe.tasks.translation.corpus import build_corpus
 from scripts import tiny_run
 from scripts.file_fuzz import mutate
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hf_gpipe.data.translation.buckets import BUCKETS
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.tasks.translation.buckets import BUCKETS
 from translation_scaling.runs import METRICS_FILE, RECIPE_FILE, starts, wall_seconds
 
 RESULTS_FILE, RUNS_FILE, BASELINES_FILE = "results.csv", "runs.csv", "baselines.csv"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.data.translation.buckets import BUCKETS, resource_buckets, training_pairs
-from hf_gpipe.data.translation.pairs import Pair
+from hf_gpipe.tasks.translation.buckets import BUCKETS, resource_buckets, training_pairs
+from hf_gpipe.tasks.translation.pairs import Pair
 
 
 def test_the_paper_has_34_languages_in_each_third():

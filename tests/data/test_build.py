@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.cldr import cldr_corpus
 from tests.data.sections import corpus
 
 

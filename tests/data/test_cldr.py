@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.data.translation.cldr import cldr_corpus
-from hf_gpipe.data.translation.cldr.corpus import power_law_count, ranks
-from hf_gpipe.data.translation.cldr.coverage import cldr_languages
-from hf_gpipe.data.translation.cldr.templates import TEMPLATES
-from hf_gpipe.data.translation.pairs import Pair
-from hf_gpipe.data.translation.sampling import epoch_rows
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.cldr import cldr_corpus
+from hf_gpipe.tasks.translation.cldr.corpus import power_law_count, ranks
+from hf_gpipe.tasks.translation.cldr.coverage import cldr_languages
+from hf_gpipe.tasks.translation.cldr.templates import TEMPLATES
+from hf_gpipe.tasks.translation.pairs import Pair
 
 SAMPLED, DRAWN = ["a"] * 9 + ["b"] * 3, [2, 8, 1, 3, 6, 8, 2, 11, 10, 9, 10, 11]
 LANGUAGES = ["de", "fr", "ru", "zh"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hf_gpipe.data.translation.fields import PairFields
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.fields import PairFields
 
 ROW = {"translation": {"de": "Haus", "en": "house"}, "lang": "de", "a.b": "flat"}
 OPUS = {"source_field": "translation.{language}", "target_field": "translation.en"}

@@ -11,13 +11,13 @@ import torch
 from hf_gpipe import Pipeline
 from hf_gpipe.commands import generate
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.translation.fields import PairFields
-from hf_gpipe.data.translation.pairs import Pair
-from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.fields import EvaluationSection
 from hf_gpipe.tasks.translation.evaluate import evaluate_translation
+from hf_gpipe.tasks.translation.fields import PairFields
+from hf_gpipe.tasks.translation.pairs import Pair
+from hf_gpipe.tasks.translation.tokenized import TokenizedPairs
 from tests.data.multilingual import CODES, model, tokenizer
 
 FAMILIES = list(CODES)

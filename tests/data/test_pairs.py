@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hf_gpipe.data import splits
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.data.translation.pairs import Pair, tagged, texts_of
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.pairs import Pair, tagged, texts_of
 
 
 def pairs_with_keys(keys: list[str]) -> list[Pair]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data.translation.sampling import draws_of, epoch_rows, language_probabilities
+from hf_gpipe.data.sampling import draws_of, epoch_rows, language_probabilities
 from hf_gpipe.errors import DataError
 
 NAMES = st.sampled_from([f"l{number}" for number in range(12)])

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.data import TokenizedPairs, store, train_tokenizer
 from hf_gpipe.data.tokenizer import identity_of_tokenizer, trained_tokenizer
-from hf_gpipe.data.translation import tokenized
-from hf_gpipe.data.translation.pairs import PairTable
-from hf_gpipe.data.translation.sources import FileRows
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import TokenizerSection
+from hf_gpipe.tasks.translation import tokenized
+from hf_gpipe.tasks.translation.pairs import PairTable
+from hf_gpipe.tasks.translation.sources import FileRows
 from tests.data import hub_directories
 from tests.data.sections import corpus
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hf_gpipe.data import PairStream
 from hf_gpipe.data.formats import read_jsonl
 from hf_gpipe.data.hub import HubRows
-from hf_gpipe.data.translation.fields import PairFields
-from hf_gpipe.data.translation.reader import PairReader
-from hf_gpipe.data.translation.sources import FileRows, Part
-from hf_gpipe.data.translation.stream import BlockReader
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.fields import PairFields
+from hf_gpipe.tasks.translation.reader import PairReader
+from hf_gpipe.tasks.translation.sources import FileRows, Part
+from hf_gpipe.tasks.translation.stream import BlockReader
 from tests.data import hub_directories, test_formats
 from tests.data.sections import corpus as build_corpus
 

@@ -10,10 +10,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, train_tokenizer
-from hf_gpipe.data.translation import tokenized
-from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation import tokenized
+from hf_gpipe.tasks.translation.cldr import cldr_corpus
 
 PAIRS = cldr_corpus(DataSection(kind="cldr", languages=["de"], examples_per_language=200)).train
 LIMITS = {"max_source_tokens": 100, "max_target_tokens": 100}

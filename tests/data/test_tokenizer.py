@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, BartConfig, LlamaConfig, M2M100Config, M
 
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.data.tokenizer import MODELS, _train
-from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.cldr import cldr_corpus
 
 CORPUS = cldr_corpus(
     DataSection(kind="cldr", languages=["de", "ru", "zh"], examples_per_language=300, direction="both")

@@ -17,12 +17,12 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.data.tokenizer import train_tokenizer
-from hf_gpipe.data.translation.pairs import Pair
-from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Evaluation
 from hf_gpipe.recipe.fields import EvaluationSection
 from hf_gpipe.tasks.translation.evaluate import TranslationReport, evaluate_translation
+from hf_gpipe.tasks.translation.pairs import Pair
+from hf_gpipe.tasks.translation.tokenized import TokenizedPairs
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.data import PairCollator
-from hf_gpipe.data.translation.sampling import draws_of
+from hf_gpipe.data.sampling import draws_of
 from hf_gpipe.errors import CheckpointError, DataError, UserError
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.runtime.batches import tensors_of

@@ -1,3 +1,1 @@
 """Translation: pairs of texts in files, on the Hub or generated, of an encoder-decoder or in one sequence."""
-
-from hf_gpipe.tasks.translation.task import TASK as TASK

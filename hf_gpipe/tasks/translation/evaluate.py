@@ -17,12 +17,12 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.translation.buckets import BUCKETS, resource_buckets
-from hf_gpipe.data.translation.pairs import ENGLISH, Pair, language_tag
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.held_out import HeldOut
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe.fields import EvaluationSection
+from hf_gpipe.tasks.translation.buckets import BUCKETS, resource_buckets
+from hf_gpipe.tasks.translation.pairs import ENGLISH, Pair, language_tag
 from hf_gpipe.text import table_text
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch

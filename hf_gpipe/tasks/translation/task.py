@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any
 
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.data.translation.buckets import training_pairs
-from hf_gpipe.data.translation.corpus import build_corpus
-from hf_gpipe.data.translation.stream import PairStream, StreamedCorpus
-from hf_gpipe.data.translation.tokenized import StreamedExamples, TokenizedPairs
 from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import DataSection, Recipe
+from hf_gpipe.tasks.translation.buckets import training_pairs
+from hf_gpipe.tasks.translation.corpus import build_corpus
 from hf_gpipe.tasks.translation.evaluate import PerCharacter, TranslationReport, evaluate_translation, without_logits
+from hf_gpipe.tasks.translation.stream import PairStream, StreamedCorpus
+from hf_gpipe.tasks.translation.tokenized import StreamedExamples, TokenizedPairs
 
 
 class _Translation(Task):

@@ -15,7 +15,7 @@ from random import Random
 
 from babel import Locale, dates, lists, numbers, units
 
-from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT
+from hf_gpipe.tasks.translation.cldr.locales import ENGLISH, ROOT
 
 Phrase = Callable[[Locale], str | None]
 Template = Callable[[Random, int], Phrase]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_gpipe.data.translation.pairs import count_languages
+from hf_gpipe.tasks.translation.pairs import count_languages
 
 BUCKETS = ("high", "middle", "low")
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.splits import Corpus, split_beside
-from hf_gpipe.data.translation.cldr.coverage import cldr_languages, own_words
-from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
-from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
-from hf_gpipe.data.translation.pairs import ENGLISH as ENGLISH_CODE
-from hf_gpipe.data.translation.pairs import Pair, language_tag, tagged, texts_of
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.cldr.coverage import cldr_languages, own_words
+from hf_gpipe.tasks.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
+from hf_gpipe.tasks.translation.cldr.templates import TEMPLATES, Phrase
+from hf_gpipe.tasks.translation.pairs import ENGLISH as ENGLISH_CODE
+from hf_gpipe.tasks.translation.pairs import Pair, language_tag, tagged, texts_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,16 @@ from typing import Any
 
 from hf_gpipe.data.deterministic import split_of, stable_fraction, stable_random
 from hf_gpipe.data.formats import Row
+from hf_gpipe.data.parts import Part, Rows
+from hf_gpipe.data.sampling import language_probabilities
 from hf_gpipe.data.splits import Corpus, held_out_of
-from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
-from hf_gpipe.data.translation.pairs import Pair, language_tag, texts_of
-from hf_gpipe.data.translation.reader import PairReader, tags_of, warn_of_few
-from hf_gpipe.data.translation.sampling import language_probabilities
-from hf_gpipe.data.translation.sources import Part, Rows, counts_of
 from hf_gpipe.errors import CheckpointError, DataError
 from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.fields import ONE_LANGUAGE, PairFields
+from hf_gpipe.tasks.translation.pairs import Pair, language_tag, texts_of
+from hf_gpipe.tasks.translation.reader import PairReader, tags_of, warn_of_few
+from hf_gpipe.tasks.translation.sources import counts_of
 
 #: Held-out pairs of a language in each split, where the recipe does not say how many.
 HELD_OUT = 2000

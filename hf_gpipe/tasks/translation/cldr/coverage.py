@@ -13,9 +13,9 @@ from functools import cache
 from babel import Locale, localedata
 
 from hf_gpipe.data.deterministic import stable_random
-from hf_gpipe.data.translation.cldr.locales import ROOT, IsolatedLocale
-from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
 from hf_gpipe.errors import DataError
+from hf_gpipe.tasks.translation.cldr.locales import ROOT, IsolatedLocale
+from hf_gpipe.tasks.translation.cldr.templates import TEMPLATES, Phrase
 
 BIDI_MARKS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
-from hf_gpipe.data.deterministic import stable_random
-from hf_gpipe.data.files import files_of, paired
+from hf_gpipe.data.files import check_data_set, files_of, paired
 from hf_gpipe.data.formats import Row, count_parquet, read_csv, read_jsonl, read_parallel, read_parquet
+from hf_gpipe.data.parts import PLACEHOLDER, FileRows, Part
 from hf_gpipe.data.store import identity_of
-from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PLACEHOLDER, UNNAMED, PairFields
-from hf_gpipe.errors import CheckpointError, DataError, nearest
+from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import DataSection
-
-
-class Rows(Protocol):
-    """Rows with a state to resume from; one object is read through once."""
-
-    def __iter__(self) -> Iterator[Row]:
-        """The rows, starting at the loaded state."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the files or shards; epoch 0 keeps the original order."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the next row, as JSON values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state of the same epoch."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of a corpus.
-
-    Attributes:
-        name: its name in messages.
-        language: the language of all its rows; None: each row has its own, or the corpus has one unnamed language.
-        train: opens the rows to train on; pairs are held out from them if there is no split for that.
-        held_out: opens the rows of each of the data set's own splits "validation" and "test".
-        num_rows: the number of rows of `train`; None: not known before reading.
-        identity: JSON values that identify the content without reading all of it, for the key of the cache.
-    """
-
-    name: str
-    language: str | None
-    train: Callable[[], Rows]
-    held_out: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)
-    num_rows: int | None = None
-    identity: Callable[[], Any] = lambda: None
+from hf_gpipe.tasks.translation.fields import ONE_LANGUAGE, UNNAMED, PairFields
 
 
 def languages_of_parts(
@@ -95,54 +56,6 @@ def languages_of_parts(
             f"{PLACEHOLDER} into {key}"
         )
     return [None]
-
-
-@dataclass
-class FileRows:
-    """The rows of some files, one after another; resumes from a `state_dict`.
-
-    Args:
-        files: the files in the order of epoch 0; later epochs have other orders.
-        read: (file, rows to skip) -> rows.
-    """
-
-    files: list[Path]
-    read: Callable[[Path, int], Iterator[Row]]
-    _epoch: int = 0
-    _position: dict[str, int] = field(default_factory=lambda: {"file": 0, "row": 0})
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the files."""
-        self._epoch = epoch
-
-    def state_dict(self) -> dict[str, int]:
-        """The position of the row after the last one that was read."""
-        return {**self._position, "files": len(self.files)}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a state of the same epoch. Raises CheckpointError if the number of files was different then."""
-        check_count(state.get("files"), len(self.files), "files", str(self.files[0].parent))
-        self._position = {"file": state["file"], "row": state["row"]}
-
-    def __iter__(self) -> Iterator[Row]:
-        order = list(self.files)
-        if self._epoch:
-            stable_random("files", self._epoch).shuffle(order)
-        position = self._position
-        while position["file"] < len(order):
-            for row in self.read(order[position["file"]], position["row"]):
-                position["row"] += 1
-                yield row
-            position.update(file=position["file"] + 1, row=0)
-
-
-def check_count(before: int | None, now: int, what: str, where: str) -> None:
-    """Raise CheckpointError if the number of files or shards has changed: the position would mean other rows."""
-    if before != now:
-        raise CheckpointError(
-            f"the place in the data was saved when {where} had {before} {what}, and now it has {now}; give the run the "
-            "data that it began with"
-        )
 
 
 def file_parts(data: DataSection, fields: PairFields) -> list[Part]:
@@ -206,3 +119,31 @@ def counts_of(parts: Sequence[Part], languages: Sequence[str], given: Mapping[st
                 f"the numbers of all languages, as counts: {{{example}, ...}}"
             )
     return {language: counts[language] for language in languages if language in counts}
+
+
+def hub_parts(data: DataSection, fields: PairFields) -> list[Part]:
+    """The parts of a data set; its own splits "validation" and "test" are used for each part.
+
+    Args:
+        data: its path, subset and revision, and the languages to read; with a mapping of subsets, an empty list means
+            all of its languages. Of several names of a subset, the first that the data set has is read, for data sets
+            that order the languages of a pair alphabetically ("de-en" and "en-zh"). A stream reads rows remotely;
+            otherwise the data set is downloaded first.
+        fields: how a row is turned into pairs.
+
+    Raises:
+        DataError: the data set, the subset or the training split does not exist; names those that do.
+    """
+    from hf_gpipe.data.hub import hub_part  # its library takes a second to import
+
+    path, subset, languages = str(data.path), data.subset, data.languages
+    if isinstance(subset, Mapping) and not languages:
+        languages = list(subset)
+    templates = [] if subset is None or isinstance(subset, Mapping) else [subset] if isinstance(subset, str) else subset
+    in_names = isinstance(subset, Mapping) or any(PLACEHOLDER in name for name in (path, *templates))
+    parts = []
+    for language in languages_of_parts(data.kind, languages, fields, in_names=in_names, key="data.subset"):
+        own_path = path.replace(PLACEHOLDER, language or "")
+        check_data_set(own_path, data.kind)
+        parts.append(hub_part(own_path, subset, data.revision, language, streaming=data.streaming))
+    return parts

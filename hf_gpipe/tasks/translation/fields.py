@@ -8,12 +8,11 @@ from typing import Any
 
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.data.formats import SOURCE, TARGET
-from hf_gpipe.data.translation.pairs import ENGLISH, Pair, tagged
+from hf_gpipe.data.parts import PLACEHOLDER
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.pairs import ENGLISH, Pair, tagged
 
-#: Placeholder for the language in a field, a path or the name of a subset.
-PLACEHOLDER = "{language}"
 #: The `language` of pairs whose data name no languages.
 ONE_LANGUAGE = "all"
 SIDES = ("source", "target")

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hf_gpipe.data.formats import Row
-from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
-from hf_gpipe.data.translation.pairs import Pair
-from hf_gpipe.data.translation.sources import Part
+from hf_gpipe.data.parts import Part
 from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.tasks.translation.fields import ONE_LANGUAGE, PairFields
+from hf_gpipe.tasks.translation.pairs import Pair
 
 logger = logging.getLogger(__name__)
 

@@ -15,23 +15,24 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.deterministic import SPLITS, split_of, stable_fraction
+from hf_gpipe.data.parts import Part
 from hf_gpipe.data.splits import Corpus, check_training, held_out_of
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
-from hf_gpipe.data.translation.cldr import cldr_corpus
-from hf_gpipe.data.translation.fields import PairFields
-from hf_gpipe.data.translation.pairs import (
+from hf_gpipe.errors import DataError
+from hf_gpipe.progress import progress
+from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.cldr import cldr_corpus
+from hf_gpipe.tasks.translation.fields import PairFields
+from hf_gpipe.tasks.translation.pairs import (
     Pair,
     PairTable,
     count_languages,
     language_tag,
     texts_of,
 )
-from hf_gpipe.data.translation.reader import PairReader, tags_of, warn_of_few
-from hf_gpipe.data.translation.sources import Part, file_parts
-from hf_gpipe.data.translation.stream import streamed_corpus
-from hf_gpipe.errors import DataError
-from hf_gpipe.progress import progress
-from hf_gpipe.recipe import DataSection
+from hf_gpipe.tasks.translation.reader import PairReader, tags_of, warn_of_few
+from hf_gpipe.tasks.translation.sources import file_parts, hub_parts
+from hf_gpipe.tasks.translation.stream import streamed_corpus
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +64,7 @@ def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus[Pair]:
     if data.kind == "cldr":
         return cldr_corpus(data)
     fields = PairFields(data)
-    if data.kind == "hub":
-        # Imported here, because it takes half a second in every process.
-        from hf_gpipe.data.hub import hub_parts
-
-        parts = hub_parts(data, fields)
-    else:
-        parts = file_parts(data, fields)
+    parts = hub_parts(data, fields) if data.kind == "hub" else file_parts(data, fields)
     return streamed_corpus(parts, fields, data, order_seed) if data.streaming else read_corpus(parts, fields, data)
 
 

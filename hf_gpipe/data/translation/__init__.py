@@ -1,1 +1,0 @@
-"""Parallel text: its parts by language, pairs without leaks between splits, streams, and pairs as token ids."""

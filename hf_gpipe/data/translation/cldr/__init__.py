@@ -1,6 +1,0 @@
-"""A parallel corpus made offline from Unicode CLDR."""
-
-from hf_gpipe.data.translation.cldr.corpus import cldr_corpus
-from hf_gpipe.data.translation.cldr.coverage import cldr_languages
-
-__all__ = ["cldr_corpus", "cldr_languages"]
