@@ -23,7 +23,7 @@ from hf_gpipe.job.job import Job
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
-from hf_gpipe.settings.kinds import CLASSIFIER_KINDS, PAIRED_KINDS, SEQUENCE_KINDS
+from hf_gpipe.settings.kinds import LABELLED, PAIRED_KINDS, SEQUENCE_KINDS
 from hf_gpipe.tasks.translation.cldr import coverage
 from tests.data import hub_directories, multilingual
 
@@ -296,7 +296,7 @@ def test_it_trains_once_it_is_small(
         assert "rewards/accuracies" in logged[0]
     elif recipe.data.kind == "prompts":
         assert 0 <= metrics["reward"] <= 1
-    elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings"):
+    elif recipe.data.kind in (*LABELLED, "rewards", "embeddings"):
         assert metrics["task"] == ("image classification" if recipe.data.kind == "images" else recipe.data.kind)
         assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in (*SEQUENCE_KINDS, "image_text"):

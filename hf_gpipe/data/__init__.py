@@ -9,7 +9,8 @@ through them:
     splits, rows             a corpus: items of any kind in three splits, or rows as they are
     parts, sampling          rows by language, which can be read from any place on; sampling of languages
     chats, chat_labels       conversations and preferences in any form; their ids, and which of them are learnt
-    encoded, chat_examples   rows to examples, kept in the cache; those of conversations
+    encoded                  rows to examples, kept in the cache
+    chat_examples, answers   those of conversations; those of prompts with answers
     packed_rows              which rows share a row
     store, threads           the cache of prepared data; work in threads
     tokenizer                training a tokenizer

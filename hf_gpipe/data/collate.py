@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -71,6 +71,11 @@ _VALUES = {
 }
 
 
+def row_columns(columns: Iterable[str]) -> list[str]:
+    """The columns of examples whose ids become rows of a mini-batch, behind "prompt_ids" if there are some."""
+    return [name for name in columns if name.endswith("_ids") and name != "prompt_ids"]
+
+
 @dataclass(frozen=True)
 class ExampleCollator(PairCollator):
     """Mini-batches of examples of one row or several, by the names of their columns.
@@ -93,7 +98,7 @@ class ExampleCollator(PairCollator):
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         first = rows[0]
-        names = [name for name in first if name.endswith("_ids") and name != "prompt_ids"]
+        names = row_columns(first)
         ids = [(row, row[name]) for row in rows for name in names]
         if "prompt_ids" in first:
             batch = self.of_answers([(row["prompt_ids"], own) for row, own in ids], self.max_length)

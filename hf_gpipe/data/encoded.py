@@ -14,7 +14,7 @@ import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import IDS, token_ids
-from hf_gpipe.data.collate import ExampleCollator, PairCollator
+from hf_gpipe.data.collate import ExampleCollator, PairCollator, row_columns
 from hf_gpipe.data.rows import Read, ReadRow
 from hf_gpipe.data.store import BATCH_ROWS, cached_table, fingerprint, in_blocks
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
@@ -133,6 +133,11 @@ class EncodedRows(ABC):
         columns = zip(self.columns, self._table.columns, strict=True)
         return {name: column[index].as_py() for name, column in columns}
 
+    @property
+    def row_columns(self) -> list[str]:
+        """The columns whose ids become rows of a mini-batch."""
+        return row_columns(self.columns)
+
     def _lengths_of(self, name: str) -> list[int]:
         """The number of tokens in a column of each example."""
         lengths: list[int] = pyarrow.compute.list_value_length(self._table.column(name)).to_numpy().tolist()
@@ -141,8 +146,7 @@ class EncodedRows(ABC):
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of the longest row of each example with its prompt, for length bucketing."""
-        names = [name for name in self.columns if name.endswith("_ids") and name != "prompt_ids"]
-        longest = [max(own) for own in zip(*map(self._lengths_of, names), strict=True)]
+        longest = [max(own) for own in zip(*map(self._lengths_of, self.row_columns), strict=True)]
         if "prompt_ids" not in self.columns:
             return longest
         return [a + b for a, b in zip(self._lengths_of("prompt_ids"), longest, strict=True)]

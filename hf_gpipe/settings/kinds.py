@@ -10,9 +10,8 @@ ROW_KINDS = ("jsonl", "csv", "parquet", "parallel", "hub")
 #: Kinds whose rows are messages, or text in their place.
 MESSAGE_KINDS = ("chat", "preferences", "kto", "rewards", "prompts")
 
-#: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
+#: Kinds whose examples are pairs of rows.
 PAIRED_KINDS = ("preferences", "rewards")
-CLASSIFIER_KINDS = ("classification", "rewards", "images")
 
 #: Kinds whose rows are cut to `max_length` tokens.
 ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification", "embeddings", "image_text")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_gpipe.data.answers import AnsweredRows
 from hf_gpipe.data.chats import conversation_of
 from hf_gpipe.data.collate import ExampleCollator
 from hf_gpipe.data.rows import ReadRow
@@ -19,7 +20,6 @@ from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.settings.losses import KTOSection
-from hf_gpipe.tasks.dpo import PreferenceExamples
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.reference import ReferenceTrainer
 from hf_gpipe.training.arguments import argument, key_of
@@ -132,14 +132,14 @@ def judged_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return read | {"label": bool(label)}
 
 
-class KTOExamples(PreferenceExamples):
+class KTOExamples(AnsweredRows):
     """A dataset of {"prompt_ids": [...], "completion_ids": [...], "label": [1 or 0]}, 1 for a wanted completion.
 
     The ids are those of TRL's KTOTrainer with the same arguments. The result is kept in the cache of `datasets`.
 
     Args:
         rows: as `judged_of` reads them, or the split of a corpus that it has read.
-        tokenizer, max_length: as for `PreferenceExamples`.
+        tokenizer, max_length: as for `AnsweredRows`.
 
     Raises:
         DataError: a row of another form or that the template refuses, a tokenizer without a template, or no example.
@@ -147,7 +147,7 @@ class KTOExamples(PreferenceExamples):
 
     _name, columns = "kto", ("prompt_ids", "completion_ids", "label")
     read = staticmethod(judged_of)
-    _answers, _cuts_answers = ("completion",), False
+    _cuts_answers = False
 
     def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         ids = super().encode(read)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION
 from hf_gpipe.adapters.classifiers import as_classifier
+from hf_gpipe.data.answers import AnsweredRows
 from hf_gpipe.data.chats import preference_of
 from hf_gpipe.data.collate import ExampleCollator
 from hf_gpipe.data.rows import ReadRow
@@ -21,7 +22,6 @@ from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.settings.losses import RewardsSection
-from hf_gpipe.tasks.dpo import PreferenceExamples
 from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
 from hf_gpipe.trainers.trainer import TaskTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
@@ -77,14 +77,14 @@ def compared_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return pair | {"margin": float(margin)}
 
 
-class RewardExamples(PreferenceExamples):
+class RewardExamples(AnsweredRows):
     """A dataset of {"chosen_ids": [...], "rejected_ids": [...], "margin": [m]}, where m is 0 if a row has none.
 
     The ids are those of TRL's RewardTrainer with the same arguments. The result is kept in the cache of `datasets`.
 
     Args:
         rows: preferences as `compared_of` reads them, or the split of a corpus that it has read.
-        tokenizer: as for `PreferenceExamples`.
+        tokenizer: as for `AnsweredRows`.
         max_length: tokens of a prompt with its answer; pairs with a longer one are dropped, and `num_dropped` counts
             them. None: there is no limit.
 
