@@ -31,13 +31,11 @@ class HeldOutReport:
         task: its name in metrics.json.
         values: the metrics, by name.
         rows: what the rows are, and how many of them, or of their tokens.
-        words: the metrics, on one line for people.
     """
 
     task: str
     values: Mapping[str, float]
     rows: tuple[str, str]
-    words: str
     #: Only a translation has some.
     translations: ClassVar[tuple[()]] = ()
 
@@ -48,7 +46,9 @@ class HeldOutReport:
     def text(self, split: str) -> str:
         """The report for people."""
         what, count = self.rows
-        return f"Quality on held-out {what} ({split} split, {count})\n\n{self.words}"
+        metrics = {name: value for name, value in self.values.items() if not name.startswith("num_")}
+        words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        return f"Quality on held-out {what} ({split} split, {count})\n\n{words}"
 
 
 @dataclass
@@ -101,12 +101,11 @@ def text_report(num_rows: int, num_tokens: int, loss: float) -> HeldOutReport:
     """The report of a loss per token, natural logarithm; the perplexity is infinite beyond float."""
     perplexity = math.inf if loss > 700 else math.exp(loss)
     values = {"num_rows": num_rows, "num_tokens": num_tokens, "loss": loss, "perplexity": perplexity}
-    words = f"loss {loss:.4f}, perplexity {perplexity:.2f}"
-    return HeldOutReport("language modelling", values, ("text", f"{num_tokens} tokens"), words)
+    return HeldOutReport("language modelling", values, ("text", f"{num_tokens} tokens"))
 
 
-def measure_classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: int = 1) -> tuple[dict[str, float], str]:
-    """The metrics of classes, and these in words; `top` is how many of the most likely ones are looked at too."""
+def measure_classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: int = 1) -> dict[str, float]:
+    """The metrics of classes; `top` is how many of the most likely ones are looked at too."""
     num_rows, batches = held_out.mini_batches(pipe, collate)
 
     def are_right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -115,11 +114,7 @@ def measure_classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: in
     nll, is_right = of_logits(pipe, batches, are_right)
     shares, loss = (is_right.sum(axis=0).cumsum() / num_rows).tolist(), nll / num_rows
     values = {"num_rows": num_rows, "accuracy": shares[0], "loss": loss}
-    words = f"accuracy {shares[0]:.1%}, loss {loss:.4f}"
-    if top > 1:
-        values[f"top_{top}_accuracy"] = shares[-1]
-        words = f"{words}, among the {top} most likely {shares[-1]:.1%}"
-    return values, words
+    return values | ({f"top_{top}_accuracy": shares[-1]} if top > 1 else {})
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -157,5 +152,4 @@ def evaluate_loss(pipe: Pipeline, held_out: HeldOut, collate: Collate, task: str
     loss.take(is_training=False)
     total = sum(float(predicted.evaluation.row_losses.sum()) for predicted in predict(pipe, batches))
     metrics = {"loss": total / num_rows, **loss.means(pipe.world.all_reduce, is_training=False)}
-    words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    return HeldOutReport(task, {"num_rows": num_rows, **metrics}, (items, f"{num_rows} {items}"), words)
+    return HeldOutReport(task, {"num_rows": num_rows, **metrics}, (items, f"{num_rows} {items}"))

@@ -92,8 +92,8 @@ class _Classes(Task):
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         """The negative log-likelihood of the right class per text, and how often the most likely class is right."""
-        values, words = measure_classes(pipe, held_out, ExampleCollator.for_config(pipe.adapter.config))
-        return HeldOutReport("classification", values, ("texts", f"{values['num_rows']} texts"), words)
+        values = measure_classes(pipe, held_out, ExampleCollator.for_config(pipe.adapter.config))
+        return HeldOutReport("classification", values, ("texts", f"{values['num_rows']} texts"))
 
 
 TASK = _Classes()

@@ -232,14 +232,13 @@ class _Preferences(Task):
         _, batches = held_out.mini_batches(pipe, ExampleCollator(0))
         log_probs = torch.cat([own for own, _ in log_probs_of(pipe, batches)]).view(-1, 2)
         chosen, rejected = log_probs.unbind(dim=1)
-        share = float((chosen > rejected).double().mean())
-        means = float(chosen.mean()), float(rejected.mean())
-        values = {"num_pairs": len(chosen), "accuracy": share, "logps_chosen": means[0], "logps_rejected": means[1]}
-        words = (
-            f"the chosen answer is the more likely one in {share:.1%}; log-probabilities: chosen {means[0]:.2f}, "
-            f"rejected {means[1]:.2f}"
-        )
-        return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
+        values = {
+            "num_pairs": len(chosen),
+            "accuracy": float((chosen > rejected).double().mean()),
+            "logps_chosen": float(chosen.mean()),
+            "logps_rejected": float(rejected.mean()),
+        }
+        return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"))
 
 
 TASK = _Preferences()

@@ -419,10 +419,8 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
         # Rounding alone makes no difference of cosines.
         ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
         values["spearman"] = math.nan
-        words = "Spearman's correlation is not known: all cosines or all scores are equal"
         if (ranks != ranks[:, :1]).any(dim=1).all():
             values["spearman"] = float(torch.corrcoef(ranks)[0, 1])
-            words = f"Spearman's correlation of cosine and score {values['spearman']:.4f}"
     else:
         numbers = {text: number for number, text in enumerate(texts)}
         text = torch.tensor([numbers[own] for own in texts])
@@ -433,11 +431,7 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
         )
         ranks = 1 + torch.cat([(~block).sum(1) for block in is_further]).double()
         values |= {"accuracy": float((ranks == 1).double().mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
-        words = (
-            f"an anchor's own text is the nearest of {number} in {values['accuracy']:.1%}, mean reciprocal rank "
-            f"{values['mean_reciprocal_rank']:.4f}"
-        )
-    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"), words)
+    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"))
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:

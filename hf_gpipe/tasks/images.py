@@ -237,8 +237,8 @@ class _Images(Task):
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         """The report of classes, with the share of rows whose class is among the five most likely ones."""
-        values, words = measure_classes(pipe, held_out, default_data_collator, top=5)
-        return HeldOutReport("image classification", values, ("images", f"{values['num_rows']} images"), words)
+        values = measure_classes(pipe, held_out, default_data_collator, top=5)
+        return HeldOutReport("image classification", values, ("images", f"{values['num_rows']} images"))
 
 
 TASK = _Images()

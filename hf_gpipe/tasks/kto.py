@@ -264,9 +264,8 @@ class _Judged(Task):
         log_probs, is_wanted = (torch.cat(parts) for parts in zip(*judged, strict=True))
         kinds = {"chosen": log_probs[is_wanted], "rejected": log_probs[~is_wanted]}
         means = {f"logps_{name}": float(own.mean()) for name, own in kinds.items() if len(own)}
-        words = ", ".join(f"{name.removeprefix('logps_')} {mean:.2f}" for name, mean in means.items())
         values = {"num_rows": len(log_probs), **means}
-        return HeldOutReport("kto", values, ("answers", f"{len(log_probs)} answers"), f"log-probabilities: {words}")
+        return HeldOutReport("kto", values, ("answers", f"{len(log_probs)} answers"))
 
 
 TASK = _Judged()

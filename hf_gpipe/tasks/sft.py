@@ -205,20 +205,11 @@ class PipelineSFTTrainer(TaskTrainer):
     ) -> None:
         self._formatting = formatting_func
         super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
+            *(model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks),
+            *(optimizers, quantization_config, peft_config),
             compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
         )
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:

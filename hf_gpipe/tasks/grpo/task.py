@@ -68,7 +68,7 @@ def evaluate_completions(
         rewards += world.from_main(of_batch)
     mean, share = sum(rewards) / number, sum(value == 1 for value in rewards) / number
     values = {"num_prompts": number, "reward": mean, "share_right": share}
-    return HeldOutReport("prompts", values, ("prompts", f"{number} prompts"), f"reward {mean:.3f}, right {share:.1%}")
+    return HeldOutReport("prompts", values, ("prompts", f"{number} prompts"))
 
 
 TASK = _Prompts()
