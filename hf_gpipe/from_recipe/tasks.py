@@ -35,13 +35,12 @@ class Task:
 
     Attributes:
         items: what a corpus consists of, in messages.
-        rows_in_words: what a row is, in the line before the training; the same as `items`, unless it says something.
+        rows_in_words: the same in the line before the training; empty: as `items`.
         evaluating: the evaluation at the end, in words, which go on with the name of the split.
         head: "lm": the model's own head; "classes": a head for `data.labels`; "score": one number; "images": a head
             for the labels of images; "none": hidden states.
         trainer: its class. One with `examples` reads rows by the method `read` of that class, makes the examples,
             collates them, and has a loss of its own.
-        given: what the trainer is given of a recipe beside the pipeline, the arguments and the data.
     """
 
     items = "rows"
@@ -51,6 +50,7 @@ class Task:
     trainer: Any = PipelineTrainer
 
     def given(self, recipe: Recipe) -> Mapping[str, Any]:
+        """What the trainer is given of a recipe beside the pipeline, the arguments and the data."""
         return {}
 
     def given_characters(self, characters: int) -> Mapping[str, Any]:

@@ -206,48 +206,6 @@ def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None)
     return {"texts": [given[name] for name in names], "score": score}
 
 
-class EmbeddingExamples(EncodedRows):
-    """A dataset of {"text_ids": [...], "text_lengths": [...], "score": [s]}, kept in the cache of `datasets`.
-
-    The ids of all texts of an example stand one after the other. The score is NaN where a row has none.
-
-    Args:
-        rows: as `embedded_of` reads them, or the split of a corpus that it has read.
-        tokenizer: adds the special tokens that it adds to one text.
-        max_length: tokens to which a text is cut, by the tokenizer's own truncation; `num_truncated` counts the
-            examples.
-        texts: of each example; None: as many as the first one has.
-
-    Raises:
-        DataError: a row of another form, or a text of which the tokenizer leaves no token.
-    """
-
-    _name, columns, _numbers = "embeddings", ("text_ids", "text_lengths", "score"), ("score",)
-    _what, _dropped = "examples", ""
-
-    def __init__(
-        self,
-        rows: Iterable[ReadRow | Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_length: int | None = 512,
-        texts: int | None = None,
-    ) -> None:
-        self.read = partial(embedded_of, texts=texts)
-        super().__init__(rows, tokenizer, max_length=max_length)
-
-    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
-        row = read.row
-        texts = self._cut(read.where, row["texts"])
-        score = math.nan if row["score"] is None else row["score"]
-        return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of the longest text of each example, for length bucketing."""
-        return [max(lengths) for lengths in self._table.column("text_lengths").to_pylist()]
-
-
 @dataclass(frozen=True)
 class EmbeddingCollator(PairCollator):
     """Mini-batches of {"text_ids", "text_lengths", "score"}: the texts of an example are neighbouring rows.
@@ -277,6 +235,48 @@ class EmbeddingCollator(PairCollator):
         if self.needs_score and bool(scores.isnan().any()):
             raise DataError("an example has no score, which the loss needs; give the rows a column 'score'")
         return self.of_ids(texts) | {"labels": scores.repeat_interleave(self.texts)}
+
+
+class EmbeddingExamples(EncodedRows):
+    """A dataset of {"text_ids": [...], "text_lengths": [...], "score": [s]}, kept in the cache of `datasets`.
+
+    The ids of all texts of an example stand one after the other. The score is NaN where a row has none.
+
+    Args:
+        rows: as `embedded_of` reads them, or the split of a corpus that it has read.
+        tokenizer: adds the special tokens that it adds to one text.
+        max_length: tokens to which a text is cut, by the tokenizer's own truncation; `num_truncated` counts the
+            examples.
+        texts: of each example; None: as many as the first one has.
+
+    Raises:
+        DataError: a row of another form, or a text of which the tokenizer leaves no token.
+    """
+
+    _name, columns, _numbers = "embeddings", ("text_ids", "text_lengths", "score"), ("score",)
+    _what, _dropped, collator = "examples", "", EmbeddingCollator
+
+    def __init__(
+        self,
+        rows: Iterable[ReadRow | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int | None = 512,
+        texts: int | None = None,
+    ) -> None:
+        self.read = partial(embedded_of, texts=texts)
+        super().__init__(rows, tokenizer, max_length=max_length)
+
+    def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
+        row = read.row
+        texts = self._cut(read.where, row["texts"])
+        score = math.nan if row["score"] is None else row["score"]
+        return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of the longest text of each example, for length bucketing."""
+        return [max(lengths) for lengths in self._table.column("text_lengths").to_pylist()]
 
 
 @dataclass
