@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from hf_gpipe.errors import UserError
+
 #: The modes, a folder of `hf_gpipe.modes` each, in the order in which they change a table.
 MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher")
 
@@ -32,6 +34,16 @@ def parts_of_modes(part: str) -> dict[str, ModuleType]:
 def task_module(name: str) -> Any:
     """The module of a task, by its name in `hf_gpipe.tasks` or by its kind of data."""
     return import_module(f"hf_gpipe.tasks.{TASKS.get(name, name)}")
+
+
+def task_of_kind(kind: str) -> Any:
+    """The task of a kind of data (`hf_gpipe.from_recipe.tasks`). Raises UserError where its module has none."""
+    module = task_module(kind)
+    if not hasattr(module, "TASK"):
+        raise UserError(
+            f"data.kind is {kind}, and the module {module.__name__} has no TASK; name a task, or give it one"
+        )
+    return module.TASK
 
 
 def has_own_task(kind: Any) -> bool:

@@ -165,12 +165,14 @@ def test_a_recipe_names_it(weighed: Any, tmp_path: Path) -> None:
     rows.write_text(json.dumps({**ROWS[0], "weight": "much"}))
     with pytest.raises(DataError, match="line 1: 'weight' is 'much'; it must be a number"):
         job.run(recipe, Job.current())
-    for key, message in (
-        ("max_number: 3", "data.max_number is 3 .* and data.kind is weighed"),
-        ("kind: wei", "'cldr'"),
+    for kind, message in (
+        ("weighed, max_number: 3", r"data.max_number is 3 .* and data.kind is weighed"),
+        ("weigh", r"data.kind: found 'weigh' .*, expected 'cldr', "),
     ):
         with pytest.raises(RecipeError, match=message):
-            parse_recipe(text.replace("kind: weighed", key if "kind" in key else f"kind: weighed, {key}"))
+            parse_recipe(text.replace("kind: weighed", f"kind: {kind}"))
+    with pytest.raises(UserError, match=r"data.kind is distil, and the module hf_gpipe.tasks.distil has no TASK; name"):
+        job.check_recipe(parse_recipe(text.replace("kind: weighed", "kind: distil")))
 
 
 def test_its_trainer_has_the_arguments_of_its_loss(weighed: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ through them:
     encoded                  rows to examples, kept in the cache
     chat_examples, answers   those of conversations; those of prompts with answers
     packed_rows              which rows share a row
-    store, threads           the cache of prepared data; work in threads
+    store                    the cache of prepared data
     tokenizer                training a tokenizer
     batches, collate         the examples of each mini-batch; examples to tensors
 """

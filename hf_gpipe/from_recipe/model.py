@@ -26,7 +26,7 @@ from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError,
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.recipe.transformer import with_transformer
-from hf_gpipe.registry import task_module
+from hf_gpipe.registry import task_of_kind
 
 #: Families whose decoder starts with the padding token; the others' start with the end-of-sequence token.
 _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
@@ -42,7 +42,7 @@ _TASK_TYPES = {"classes": "SEQ_CLS", "score": "SEQ_CLS", "none": "FEATURE_EXTRAC
 
 def _head_of(recipe: Recipe) -> str:
     """The head of the model that the recipe's task learns, as `Task.head` names it."""
-    head: str = task_module(recipe.data.kind).TASK.head
+    head: str = task_of_kind(recipe.data.kind).head
     return head
 
 

@@ -21,7 +21,7 @@ from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import DataSection, Recipe
-from hf_gpipe.registry import task_module
+from hf_gpipe.registry import task_module, task_of_kind
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -134,8 +134,8 @@ class Task:
 
 
 def task_of(recipe: Recipe) -> Task:
-    """The task that the kind of a recipe's data decides."""
-    task: Task = task_module(recipe.data.kind).TASK
+    """The task that the kind of a recipe's data decides. Raises UserError where a module of that name has none."""
+    task: Task = task_of_kind(recipe.data.kind)
     return task
 
 

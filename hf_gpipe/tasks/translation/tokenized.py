@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.store import cached_table, fingerprint
-from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 from hf_gpipe.progress import progress
 from hf_gpipe.tasks.translation.language_codes import LanguageCodes
 from hf_gpipe.tasks.translation.pairs import Pair, languages_of, texts_in_blocks, without_tag
+from hf_gpipe.tasks.translation.threads import in_turn
 
 if TYPE_CHECKING:
     from hf_gpipe.tasks.translation.stream import PairStream
