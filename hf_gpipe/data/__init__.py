@@ -25,8 +25,6 @@ from hf_gpipe.data.chat_examples import ChatExamples as ChatExamples
 from hf_gpipe.data.chat_examples import SFTCollator as SFTCollator
 from hf_gpipe.data.chat_examples import SFTExamples as SFTExamples
 from hf_gpipe.data.collate import ExampleCollator as ExampleCollator
-from hf_gpipe.data.collate import ExampleCollator as LabelCollator  # noqa: F401  # its names in earlier versions
-from hf_gpipe.data.collate import ExampleCollator as PreferenceCollator  # noqa: F401
 from hf_gpipe.data.collate import PairCollator as PairCollator
 from hf_gpipe.data.splits import Corpus as Corpus
 from hf_gpipe.data.tokenizer import train_tokenizer as train_tokenizer
@@ -34,8 +32,8 @@ from hf_gpipe.registry import task_module
 
 #: Names that stand in the modules of their tasks.
 _OF_TASKS = {
-    "LabelledExamples": "classify",
-    "PreferenceExamples": "dpo",
+    **dict.fromkeys(("LabelCollator", "LabelledExamples"), "classify"),
+    **dict.fromkeys(("PreferenceCollator", "PreferenceExamples"), "dpo"),
     "build_corpus": "translation.corpus",
     "Pair": "translation.pairs",
     **dict.fromkeys(("PairStream", "StreamedCorpus"), "translation.stream"),

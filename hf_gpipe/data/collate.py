@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -92,12 +92,14 @@ class ExampleCollator(PairCollator):
 
     Attributes:
         max_length: tokens to which a prompt with its answer is cut; None: it is not.
+        columns: those that are read, in this order, where the rows have them; None: all of the first row's.
     """
 
     max_length: int | None = None
+    columns: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        first = rows[0]
+        first = rows[0].keys() if self.columns is None else [name for name in self.columns if name in rows[0]]
         names = row_columns(first)
         ids = [(row, row[name]) for row in rows for name in names]
         if "prompt_ids" in first:

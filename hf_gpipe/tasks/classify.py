@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,13 @@ class LabelledExamples(EncodedRows):
         return ids, [row["label"]]
 
 
+@dataclass(frozen=True)
+class LabelCollator(ExampleCollator):
+    """Mini-batches of {"input_ids", "labels": [class]}, with labels (B,)."""
+
+    columns: tuple[str, ...] | None = field(default=LabelledExamples.columns, kw_only=True)
+
+
 class _Classes(Task):
     items, evaluating, head = "texts", "classifying the texts", "classes"
 
@@ -85,14 +93,14 @@ class _Classes(Task):
         return LabelledExamples(split, processor, labels=recipe.data.labels, max_length=recipe.data.max_length)
 
     def collator(self, processor: Any, pipe: Pipeline) -> Collate:
-        return ExampleCollator.for_config(pipe.adapter.config)
+        return LabelCollator.for_config(pipe.adapter.config)
 
     def given(self, recipe: Recipe) -> Mapping[str, Any]:
         return {"compute_metrics": accuracy}
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         """The negative log-likelihood of the right class per text, and how often the most likely class is right."""
-        values = measure_classes(pipe, held_out, ExampleCollator.for_config(pipe.adapter.config))
+        values = measure_classes(pipe, held_out, LabelCollator.for_config(pipe.adapter.config))
         return HeldOutReport("classification", values, ("texts", f"{values['num_rows']} texts"))
 
 

@@ -159,6 +159,15 @@ class PreferenceExamples(AnsweredRows):
     read: Read = staticmethod(preference_of)
 
 
+@dataclass(frozen=True)
+class PreferenceCollator(ExampleCollator):
+    """Mini-batches of the rows of `PreferenceExamples`: each chosen row is followed by its rejected one."""
+
+    columns: tuple[str, ...] | None = field(
+        default=(*PreferenceExamples.columns, "ref_chosen_logps", "ref_rejected_logps"), kw_only=True
+    )
+
+
 @dataclass
 class PipelineDPOConfig(ReferenceArguments):
     """Arguments of `PipelineDPOTrainer`: those of `PipelineTrainer`, and TRL's DPOConfig's by their names.
@@ -202,7 +211,7 @@ class PipelineDPOTrainer(ReferenceTrainer):
         model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
-        data_collator: makes a mini-batch of rows; None: `ExampleCollator`.
+        data_collator: makes a mini-batch of rows; None: `PreferenceCollator`.
         train_dataset: map-style: rows that `PreferenceExamples` accepts, or its examples.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
@@ -213,7 +222,7 @@ class PipelineDPOTrainer(ReferenceTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _of_reference = ("ref_chosen_logps", "ref_rejected_logps")
+    _other_columns = ("ref_chosen_logps", "ref_rejected_logps")
     _arguments, examples = PipelineDPOConfig, PreferenceExamples
     args: PipelineDPOConfig
 
@@ -229,7 +238,7 @@ class _Preferences(Task):
         """How often the chosen answer is more likely than the rejected one, without a reference; and the mean
         log-probabilities of both."""
         # The mask leaves padding out, so any token serves as padding.
-        _, batches = held_out.mini_batches(pipe, ExampleCollator(0))
+        _, batches = held_out.mini_batches(pipe, PreferenceCollator(0))
         log_probs = torch.cat([own for own, _ in log_probs_of(pipe, batches)]).view(-1, 2)
         chosen, rejected = log_probs.unbind(dim=1)
         values = {

@@ -177,7 +177,7 @@ class KTOCollator(ExampleCollator):
             shifted = [own[-1], *own[:-1]]
             pairs = [(row["prompt_ids"], other["completion_ids"]) for row, other in zip(own, shifted, strict=True)]
             batch |= {f"{_MISMATCHED}{name}": of for name, of in self.of_answers(pairs, self.max_length).items()}
-        for name in PipelineKTOTrainer._of_reference:
+        for name in PipelineKTOTrainer._other_columns:
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows], dtype=torch.float64)
         return batch
@@ -226,7 +226,7 @@ class PipelineKTOTrainer(ReferenceTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _of_reference = ("ref_logps", "ref_KL_logps")
+    _other_columns = ("ref_logps", "ref_KL_logps")
     _arguments, examples = PipelineKTOConfig, KTOExamples
     args: PipelineKTOConfig
 

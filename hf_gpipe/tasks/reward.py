@@ -26,6 +26,7 @@ from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
 from hf_gpipe.trainers.trainer import TaskTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.base import align_special_tokens
+from hf_gpipe.training.loader import Collate
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,9 @@ class PipelineRewardTrainer(TaskTrainer):
                 "task_type='SEQ_CLS'"
             )
 
-    def _collator(self) -> ExampleCollator:
+    def _collator(self) -> Collate:
         align_special_tokens(self.pipe, self._tokenizer)  # as TRL does: the model finds the last token by the padding
-        return ExampleCollator.for_config(self.pipe.adapter.config)
+        return self._reading(ExampleCollator.for_config(self.pipe.adapter.config))
 
 
 class _Rewards(Task):

@@ -182,7 +182,7 @@ class PipelineSFTTrainer(TaskTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _arguments, examples = PipelineSFTConfig, SFTExamples
+    _arguments, examples, _other_columns = PipelineSFTConfig, SFTExamples, ("seq_lengths",)
     args: PipelineSFTConfig
 
     def __init__(

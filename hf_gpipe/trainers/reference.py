@@ -64,8 +64,8 @@ class ReferenceTrainer(TaskTrainer):
             self._precompute(reference)
 
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
-        """The columns of a mini-batch's examples, (examples, len(_of_reference)), by the reference."""
-        return log_probs(batch).view(-1, len(self._of_reference))
+        """The columns of a mini-batch's examples, (examples, len(_other_columns)), by the reference."""
+        return log_probs(batch).view(-1, len(self._other_columns))
 
     def _batch_size_of_reference(self, batch_size: int) -> int:
         """Examples of a mini-batch of the pass of the reference, instead of those of training or evaluation."""
@@ -80,7 +80,7 @@ class ReferenceTrainer(TaskTrainer):
 
     def _has_columns(self, dataset: Any) -> bool:
         """Whether a dataset has the reference's log-probabilities."""
-        return self._of_reference[0] in dataset[0]
+        return self._other_columns[0] in dataset[0]
 
     def _with_reference(self, reference: Pipeline, dataset: Any, batch_size: int) -> Any:
         """A dataset whose rows have the reference's log-probabilities; None in processes that do not read data."""
@@ -103,7 +103,7 @@ class ReferenceTrainer(TaskTrainer):
                 stream = progress(stream, "reference log-probabilities", "mini-batches", len(batches))
             for batch in stream:
                 of_batches.append(self._log_probs_of(log_probs, batch))
-        return _WithReference(dataset, torch.cat(of_batches), self._of_reference) if self.world.is_main else None
+        return _WithReference(dataset, torch.cat(of_batches), self._other_columns) if self.world.is_main else None
 
     def _completed(self, dataset: Any) -> Any:
         if not self._precomputes:

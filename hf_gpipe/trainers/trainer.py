@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBa
 from hf_gpipe.adapters.classifiers import change
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
-from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.collate import ExampleCollator, PairCollator
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.noting import NotingLoss
@@ -40,8 +41,8 @@ class TaskTrainer(PipelineTrainer):
     _arguments: ClassVar[type[TaskArguments]]
     #: The class of its examples.
     examples: ClassVar[Any]
-    #: The columns that rows may have besides, of a reference's log-probabilities that are computed once.
-    _of_reference: ClassVar[tuple[str, ...]] = ()
+    #: The columns that rows may have besides, such as a reference's log-probabilities that are computed once.
+    _other_columns: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class TaskTrainer(PipelineTrainer):
         peft_config: Any = None,
         **others: Any,
     ) -> None:
-        self._collated_columns = (*self.examples.columns, *self._of_reference)
+        self._collated_columns = (*self.examples.columns, *self._other_columns)
         options = {"callbacks": callbacks, "optimizers": optimizers, "compute_metrics": compute_metrics, **others}
         super().__init__(
             model,
@@ -157,8 +158,12 @@ class TaskTrainer(PipelineTrainer):
 
     def _collator(self) -> Collate:
         """Makes mini-batches, where no collator was given."""
-        collator: Collate = self.examples.collator(self._padding)
-        return collator
+        return self._reading(self.examples.collator(self._padding))
+
+    def _reading(self, collator: Any) -> Collate:
+        """A collator that reads the columns of the task alone, whatever others rows from elsewhere have."""
+        is_of_any = isinstance(collator, ExampleCollator)
+        return replace(collator, columns=self._collated_columns) if is_of_any else collator
 
     def _completed(self, dataset: Any) -> Any:
         """The examples to evaluate on with all that the loss reads; every process calls it."""

@@ -101,6 +101,10 @@ def test_mini_batches_have_pairs_of_rows() -> None:
     assert batch["attention_mask"].sum(1).tolist() == [3, 4, 2, 2]
     referenced = [{**row, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows]
     assert PreferenceCollator(9)(referenced)["ref_logps"].tolist() == [-1, -2, -1, -2]
+    foreign = [
+        {"of": "a file", **dict(reversed(row.items()))} for row in rows
+    ]  # in another order, with a column of text
+    assert PreferenceCollator(9)(foreign)["input_ids"].tolist() == batch["input_ids"].tolist()
 
 
 @pytest.mark.parametrize(
