@@ -19,7 +19,7 @@ from hf_gpipe.from_recipe.processors import tokenizer_of
 from hf_gpipe.from_recipe.workload import longest_mini_batch
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DataSection, Recipe
 from hf_gpipe.registry import task_module, task_of_kind
 from hf_gpipe.training.arguments import PipelineTrainingArguments
@@ -115,6 +115,10 @@ class Task:
         rows = getattr(self.loss(recipe), "rows_per_unit", 1)
         is_encoder_decoder = bool(config.is_encoder_decoder)
         return longest_mini_batch(recipe, is_encoder_decoder=is_encoder_decoder, rows_of_example=rows)
+
+    def planned(self, recipe: Recipe, inputs: PlanInputs) -> PlanInputs:
+        """The inputs of the planner, with what a step does beside forwards and backwards."""
+        return inputs
 
     # ------------------------------------------------------------------ evaluation
 

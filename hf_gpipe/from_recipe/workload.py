@@ -6,6 +6,7 @@ from typing import Literal
 
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import Recipe
+from hf_gpipe.registry import task_of_kind
 from hf_gpipe.settings.kinds import PAIRS
 
 
@@ -43,6 +44,5 @@ def plan_inputs(recipe: Recipe, mini_batch: Workload) -> PlanInputs:
     saved: Literal["model", "adapters"] = "adapters" if recipe.lora.is_on else "model"
     training = recipe.training
     inputs = PlanInputs.of_training(training, example=mini_batch, packing=training.packing, saved=saved)
-    if recipe.data.kind != "prompts":
-        return inputs
-    return inputs.of_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
+    planned: PlanInputs = task_of_kind(recipe.data.kind).planned(recipe, inputs)
+    return planned

@@ -13,7 +13,7 @@ from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.from_recipe.workload import longest_mini_batch
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.tasks.grpo.answers import checked_by
 from hf_gpipe.tasks.grpo.prompts import PromptCollator, PromptExamples, prompted_of
@@ -39,6 +39,9 @@ class _Prompts(Task):
         options = recipe.grpo
         several = {"rows_of_example": options.num_generations, "more_tokens": options.max_completion_length}
         return longest_mini_batch(recipe, is_encoder_decoder=False, **several)
+
+    def planned(self, recipe: Recipe, inputs: PlanInputs) -> PlanInputs:
+        return inputs.of_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         options = recipe.grpo
