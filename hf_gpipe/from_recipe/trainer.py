@@ -78,6 +78,7 @@ def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | 
         given |= task.given_characters(characters)
     if prepared is not None:
         given["processing_class"] = prepared.tokenizer
-        given["data_collator"] = task.collator(prepared.tokenizer, pipe)
+        if (collator := task.collator(prepared.tokenizer, pipe)) is not None:
+            given["data_collator"] = collator
     trainer: PipelineTrainer = task.trainer(pipe, **given)
     return trainer
