@@ -1,4 +1,4 @@
-"""What a recipe asks of a training task: its corpus, rows, loss, model, trainer and evaluation.
+"""A training task as a recipe sees it: its corpus, rows, loss, model, trainer and evaluation.
 
 A module of `hf_gpipe.tasks` has a `Task` under the name TASK; `data.kind` decides which (`hf_gpipe.registry`).
 """
@@ -50,11 +50,11 @@ class Task:
     trainer: Any = PipelineTrainer
 
     def given(self, recipe: Recipe) -> Mapping[str, Any]:
-        """What the trainer is given of a recipe beside the pipeline, the arguments and the data."""
+        """Arguments of the trainer beside the pipeline, its own arguments and the data."""
         return {}
 
     def given_characters(self, characters: int) -> Mapping[str, Any]:
-        """What the trainer is given where the rows to evaluate on have so many characters in all."""
+        """Arguments of the trainer where the rows to evaluate on have so many characters in all."""
         return {}
 
     # ------------------------------------------------------------------ data
@@ -75,7 +75,7 @@ class Task:
         return corpus_of_rows(recipe.data, self.reader(recipe), self.items, evaluated(recipe))
 
     def reader(self, recipe: Recipe) -> Read:
-        """What is kept of a row."""
+        """The function that reads a row."""
         return self.trainer.examples.read
 
     def size(self, data: DataSection, corpus: Any) -> str:
