@@ -31,11 +31,13 @@ class HeldOutReport:
         task: its name in metrics.json.
         values: the metrics, by name.
         rows: what the rows are, and how many of them, or of their tokens.
+        note: a sentence about the metrics; empty: there is none.
     """
 
     task: str
     values: Mapping[str, float]
     rows: tuple[str, str]
+    note: str = ""
     #: Only a translation has some.
     translations: ClassVar[tuple[()]] = ()
 
@@ -48,7 +50,7 @@ class HeldOutReport:
         what, count = self.rows
         metrics = {name: value for name, value in self.values.items() if not name.startswith("num_")}
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        return f"Quality on held-out {what} ({split} split, {count})\n\n{words}"
+        return f"Quality on held-out {what} ({split} split, {count})\n\n{words}{self.note and f' ({self.note})'}"
 
 
 @dataclass

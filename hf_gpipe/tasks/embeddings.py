@@ -415,12 +415,13 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     anchor, positive, *_ = torch.cat(vectors).view(-1, loss.texts, vectors[0].shape[1]).unbind(dim=1)
     score, number = torch.cat(scores).double(), len(anchor)
     values: dict[str, float] = {"num_examples": number}
+    note = ""
     if loss.loss_type == "cosine":
         # Rounding alone makes no difference of cosines.
         ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
-        values["spearman"] = math.nan
+        values["spearman"], note = math.nan, "it is not known: all cosines or all scores are equal"
         if (ranks != ranks[:, :1]).any(dim=1).all():
-            values["spearman"] = float(torch.corrcoef(ranks)[0, 1])
+            values["spearman"], note = float(torch.corrcoef(ranks)[0, 1]), ""
     else:
         numbers = {text: number for number, text in enumerate(texts)}
         text = torch.tensor([numbers[own] for own in texts])
@@ -431,7 +432,7 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
         )
         ranks = 1 + torch.cat([(~block).sum(1) for block in is_further]).double()
         values |= {"accuracy": float((ranks == 1).double().mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
-    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"))
+    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"), note)
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
