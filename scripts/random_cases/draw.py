@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "dealt stages": {"schedule": "round_robin", "offload_weights": "all"},
     "host graphs": {"recompute": "host"},
     "divided head": {"schedule": "vocab_1f1b"},
-    "compiled": {"torch_compile": "eager"},
+    "compiled": {"torch_compile": "aot_eager"},
     "teacher": {},
 }
 #: Fewer stages could not visit where one process has all of them.
