@@ -41,7 +41,7 @@ from transformers import AutoModelForSeq2SeqLM
 from hf_gpipe import pipeline
 from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
-from hf_gpipe.checkpoint.together import PATIENCE
+from hf_gpipe.checkpoint.save import PATIENCE
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.job.world import World
 from hf_gpipe.runtime import batches, generation, stage

@@ -17,9 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests, check_model_files
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
-from hf_gpipe.checkpoint.save import make_directory, replace_directory
+from hf_gpipe.checkpoint.save import make_directory, replace_directory, write_once, write_together
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
-from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.checkpoint.weight_files import read_weight_map
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World

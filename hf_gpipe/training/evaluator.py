@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
 from transformers import EvalPrediction
 
 from hf_gpipe.adapters import IGNORED_LABEL
@@ -18,6 +20,8 @@ from hf_gpipe.training.generating import Generation, generation_options
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import Predicted, concatenated, from_last_stage, mean_loss, predict
 from hf_gpipe.training.trainer_interface import TrainerInterface, in_lists
+
+logger = transformers.logging.get_logger(__name__)
 
 
 class Evaluator:
@@ -157,6 +161,39 @@ class _Columns:
             self.inputs.append(self.input_of(predicted.batch).numpy())
         evaluation = predicted.evaluation
         self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
+
+
+def check_metrics(args: PipelineTrainingArguments, compute_metrics: Callable[..., Any] | None) -> None:
+    """Raise UserError where `compute_metrics` cannot be called as the arguments ask for."""
+    if not args.batch_eval_metrics or compute_metrics is None:
+        return
+    if "compute_result" not in inspect.signature(compute_metrics).parameters:
+        raise UserError(
+            "batch_eval_metrics=True calls compute_metrics for each mini-batch, with compute_result=True for the "
+            "last; give the function that parameter, or leave batch_eval_metrics out"
+        )
+
+
+def check_evaluations(trainer: TrainerInterface, *, is_overridden: bool) -> None:
+    """Raise UserError where the training would evaluate without a dataset, or choose its best model by nothing.
+
+    Args:
+        trainer: the trainer, before its training.
+        is_overridden: whether `evaluate` is a subclass's, which may have a dataset of its own.
+    """
+    args, world = trainer.args, trainer.world
+    if args.metric_for_best_model is None and (args.save_strategy == "best" or args.load_best_model_at_end):
+        asked = "load_best_model_at_end=True" if args.load_best_model_at_end else "save_strategy='best'"
+        raise UserError(f"{asked} needs metric_for_best_model, the metric that decides, such as 'loss'; give it")
+    if args.save_strategy == "best" and args.eval_strategy == "no" and world.is_main:
+        logger.warning(
+            "save_strategy='best' saves after evaluations, and eval_strategy='no' asks for none; give eval_strategy"
+        )
+    if args.eval_strategy == "no" or is_overridden:
+        return
+    if not world.from_main(lambda: trainer.eval_dataset is not None):
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        raise UserError(f"eval_strategy={strategy!r} requires an eval_dataset; give one, or leave eval_strategy out")
 
 
 def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> float:
