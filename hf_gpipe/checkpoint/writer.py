@@ -45,7 +45,7 @@ from hf_gpipe.runtime.ties import Ties
 
 
 class _Written(NamedTuple):
-    """What a process has written, sent to the other processes."""
+    """The files that a process has written, sent to the other processes."""
 
     shards: dict[str, Shard]
     """The weights, by file."""

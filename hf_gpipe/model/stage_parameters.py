@@ -208,5 +208,5 @@ class StageParameters:
         writer.write()
 
     def writer(self, world: Mesh | None = None) -> CheckpointWriter:
-        """What writes the model, and the state of its training; `world`: whose messages it uses, if others'."""
+        """A writer of the model, and of the state of its training; `world`: whose messages it uses, if not its own."""
         return CheckpointWriter(self.adapter, self.models, self.ties, self.world if world is None else world)

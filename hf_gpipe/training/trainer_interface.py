@@ -1,4 +1,4 @@
-"""What a trainer has beside its training and evaluation, as scripts, callbacks and the parts of the trainer use it."""
+"""Attributes and methods of a trainer beside its training and evaluation, for scripts, callbacks and its own parts."""
 
 from __future__ import annotations
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from hf_gpipe.commands.plan import _coloured, _longest, main
+from hf_gpipe.commands.plan import _longest, _with_verdict, main
 from hf_gpipe.planner import plan
 from hf_gpipe.schedule import build
 
@@ -77,9 +78,13 @@ def test_a_plan_of_many_stages_can_be_read_in_a_terminal(
     assert "stage 23: model.norm .. lm_head" in joined(whole)
     for text in (short, whole):
         assert max(map(len, text.splitlines())) <= min(columns, 100)
-    assert _coloured(short).startswith("\033[1;33mverdict ")
+    assert _with_verdict(short) == short, "there is no terminal"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _with_verdict(short).startswith("\033[1;33mverdict ")
     for text, colour in (("does not fit: x", 31), ("fits: x", 32)):
-        assert _coloured(f"verdict     {text}\nstep") == f"\033[1;{colour}mverdict     {text}\033[0m\nstep"
+        assert _with_verdict(f"verdict     {text}\nstep") == f"\033[1;{colour}mverdict     {text}\033[0m\nstep"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert _with_verdict(short) == short
 
 
 def test_a_card_that_drives_a_screen(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
