@@ -124,9 +124,10 @@ def write_state(checkpoint: Path, content: dict[str, Any]) -> dict[str, Entry]:
     """Write state.json, once everything else of the state is written. Returns its digest, by its name."""
     file, temporary = checkpoint / FOLDER / STATE_FILE, checkpoint / FOLDER / f".{STATE_FILE}.tmp"
     file.parent.mkdir(exist_ok=True)
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1) + "\n"
+    temporary.write_text(text)
     temporary.replace(file)
-    return {f"{FOLDER}/{STATE_FILE}": digests.entry_of_file(file)}
+    return {f"{FOLDER}/{STATE_FILE}": digests.digest(text.encode())}
 
 
 def check_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState) -> None:

@@ -1,8 +1,9 @@
 """`PipelineTrainer`: transformers' Trainer, over a pipeline.
 
-A class of its own with Trainer's constructor, methods, callbacks and files. All processes of the pipeline run it in
-step: the main process reads the data, and the loss and the decisions of callbacks are shared, so that every process
-logs, evaluates, saves and stops at the same step.
+A class of its own with Trainer's constructor, methods, callbacks and files. Its parts do the work: a `TrainingLoop`,
+which has `Checkpoints`, `Updates` and `Logs`, an `Evaluator`, `HubUploads`, and the callbacks. All processes of the
+pipeline run it in step: the main process reads the data, and the loss and the decisions of callbacks are shared, so
+that every process logs, evaluates, saves and stops at the same step.
 """
 
 from __future__ import annotations
