@@ -129,7 +129,7 @@ def _digests_of(checkpoint: Path) -> Digests | None:
     """The digests of a checkpoint; None for one without. Raises CheckpointError if they are lost or another one's."""
     digests = Digests.read(checkpoint)
     if digests is None:
-        if read_state(checkpoint).has_digests:
+        if read_state(checkpoint).run.has_digests:
             raise CheckpointError(f"{checkpoint / DIGESTS_FILE} is missing, so the checkpoint cannot be checked")
         return None
     name = _NAME.fullmatch(checkpoint.name)

@@ -14,13 +14,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, Required
+from typing import Any, Required
 
 import numpy as np
 import torch
-from pydantic import FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat
 from safetensors import safe_open
 from transformers import TrainerState
 from typing_extensions import TypedDict
@@ -28,7 +27,7 @@ from typing_extensions import TypedDict
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.run_state import Progress, RunState
+from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.text import show
@@ -50,12 +49,13 @@ _Optimizer = TypedDict(
 )
 
 
-class _Content(TypedDict):
-    """The content of state.json."""
+class SavedState(BaseModel):
+    """The content of a checkpoint's state.json."""
 
     optimizer: _Optimizer
-    progress: Progress
-    scheduler: NotRequired[Values | None]
+    """Its class, groups and files, and the values of its state that are not tensors."""
+    run: RunState = Field(alias="progress")
+    scheduler: Values | None = None
 
 
 class _LogLine(TypedDict, total=False):
@@ -82,23 +82,6 @@ class _TrainerState(TypedDict, total=False):
     stateful_callbacks: dict[str, Values | list[Values]]
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """The content of a checkpoint's state.json.
-
-    Attributes:
-        optimizer: its class, groups and files, and the values of its state that are not tensors.
-        scheduler: its state; None without one.
-        run: how far the training had come.
-        has_digests: whether a file of digests belongs to the checkpoint.
-    """
-
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any] | None
-    run: RunState
-    has_digests: bool
-
-
 def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -115,7 +98,7 @@ def json_of_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None,
     """
     schedule = None if scheduler is None else as_json(scheduler.state_dict(), "the scheduler's state")
     groups = as_json(options_of_groups(optimizer), "an optimizer's option")
-    progress = as_json({"has_digests": True, **asdict(run)}, "progress")
+    progress = as_json({**dict(run), "position": dict(run.position), "has_digests": True}, "progress")
     saved = {"class": _class_name(optimizer), "groups": groups}
     return {"format": FORMAT, "optimizer": saved, "scheduler": schedule, "progress": progress}
 
@@ -268,15 +251,12 @@ def read_state(checkpoint: Path) -> SavedState:
     content = strict_json.read(path, dict[str, Any], allows_nan=True)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
-    strict_json.fit(content, _Content, str(path))
-    optimizer, progress = content["optimizer"], content["progress"]
-    for file in optimizer["files"]:
+    saved: SavedState = strict_json.fit(content, SavedState, str(path))
+    for file in saved.optimizer["files"]:
         # The checkpoint may be of unknown origin: a name must not lead out of it.
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{path}: optimizer.files names {file!r}, which is not a file of a training's state")
-    return SavedState(
-        optimizer, content.get("scheduler"), RunState.from_json(progress), progress.get("has_digests", False)
-    )
+    return saved
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:

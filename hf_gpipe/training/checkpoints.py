@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,8 +151,10 @@ class Checkpoints:
             except KeyError as error:
                 raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
         self._pipe.step = saved.pipeline_step
-        position = DataPosition(saved.position.epoch) if self._args.ignore_data_skip else saved.position
-        return replace(saved, position=position, data=new.data, num_micro_batches=now), state
+        if self._args.ignore_data_skip:
+            saved.position = DataPosition(epoch=saved.position.epoch, mini_batches=0)
+        saved.data, saved.num_micro_batches = new.data, now
+        return saved, state
 
     def find_best(self, resumed: Path | None = None) -> Path | None:
         """The checkpoint of the best model, if it can be read; otherwise the state forgets it. Every process calls it.

@@ -75,7 +75,12 @@ class TrainingLoop:
         check_asynchronous(trainer)
         handler.optimizer, handler.lr_scheduler, handler.train_dataloader = optimizer, trainer.lr_scheduler, batches
         facts = data_facts(self._args, self._length)
-        self._run = RunState(DataPosition(), self._pipe.step, facts, num_micro_batches=self._pipe.num_micro_batches)
+        self._run = RunState(
+            position=DataPosition(epoch=0, mini_batches=0),
+            pipeline_step=self._pipe.step,
+            data=facts,
+            num_micro_batches=self._pipe.num_micro_batches,
+        )
         trainer.state = trainer.new_state()
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -143,7 +148,7 @@ class TrainingLoop:
 
     def _run_epoch(self, epoch: int) -> None:
         self._trainer.fire("on_epoch_begin")
-        begin = self._run.position if epoch == self._run.position.epoch else DataPosition(epoch)
+        begin = self._run.position if epoch == self._run.position.epoch else DataPosition(epoch=epoch, mini_batches=0)
         done, job, batches = begin.mini_batches, Job.current(), self._batches
         source = None
         if batches is not None:
@@ -164,7 +169,8 @@ class TrainingLoop:
                 self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)
                 # The position is after the last trained mini-batch: those that are read ahead are read again.
-                self._run.position = DataPosition(epoch, done, None if batches is None else batches.place(done))
+                place = None if batches is None else batches.place(done)
+                self._run.position = DataPosition(epoch=epoch, mini_batches=done, place=place)
                 self._state.global_step += 1
                 self._state.epoch = epoch + self._length.fraction_of_epoch(done)
                 self._trainer.fire("on_step_end")
@@ -183,7 +189,7 @@ class TrainingLoop:
             self._control.should_training_stop = True
         # A training that stops inside an epoch, at max_steps say, has not had the rest of the epoch.
         if done == self._length.mini_batches_per_epoch or not self._control.should_training_stop:
-            self._run.position = DataPosition(epoch + 1)
+            self._run.position = DataPosition(epoch=epoch + 1, mini_batches=0)
         self._trainer.fire("on_epoch_end")
         self._log_evaluate_save(waits=True)
 
