@@ -87,6 +87,8 @@ class TrainerInterface:
     #: The columns of rows that the collator reads beside the columns that the model reads.
     _collated_columns: tuple[str, ...] = ()
 
+    #: The entries of a mini-batch that the loss is computed against.
+    label_names: ClassVar[list[str]] = ["labels"]
     #: None: no other engine is used. Scripts read this attribute.
     deepspeed = None
     is_deepspeed_enabled = is_fsdp_enabled = False
@@ -115,11 +117,6 @@ class TrainerInterface:
     def model_wrapped(self) -> PreTrainedModel:
         """The model, since nothing is wrapped around it."""
         return self.pipe.model
-
-    @property
-    def label_names(self) -> list[str]:
-        """The entries of a mini-batch that the loss is computed against."""
-        return ["labels"]
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:
