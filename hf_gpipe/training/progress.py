@@ -55,7 +55,7 @@ class ProgressBar(ProgressCallback):
             self.training_bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
-                unit=" steps",
+                unit="step",
                 dynamic_ncols=True,
                 bar_format=_BAR,
             )

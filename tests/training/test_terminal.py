@@ -60,7 +60,7 @@ def on_terminal(folder: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     """The losses of a training, and the lines of its terminal."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-    with open(theirs, "w") as stderr, monkeypatch.context() as patched:
+    with open(theirs, "w", encoding="utf-8") as stderr, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stderr)
         os.set_blocking(ours, False)
         losses = train(folder)
@@ -86,7 +86,7 @@ def test_loss_step_and_time_left_can_be_read(columns: int, tmp_path: Path, monke
         for entry in ("grad_norm 1.500", "tokens_per_second 123,456", "memory 71.00 GB", "rewards/margins 0.25"):
             assert any(entry in one for one in rest), (entry, rest)
     assert any(line.endswith(f"step {STEPS}/{STEPS}  eval_loss 2.0000") for line in lines)
-    bar = re.fullmatch(rf"step {STEPS}/{STEPS} \|(█+)\| \d\d:\d\d left, \S+ steps/s, loss {losses[-1]}", lines[-1])
+    bar = re.fullmatch(rf"step {STEPS}/{STEPS} \|(█+)\| \d\d:\d\d left, +\S+step/s, loss {losses[-1]}", lines[-1])
     assert bar is not None, lines[-1]
     assert len(bar[1]) > (10 if columns == 80 else 50)
 
