@@ -82,10 +82,6 @@ class _TrainerState(TypedDict, total=False):
     stateful_callbacks: dict[str, Values | list[Values]]
 
 
-def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def has_state(checkpoint: Path) -> bool:
     """Whether a training can resume from this directory."""
     return (checkpoint / FOLDER / STATE_FILE).is_file()
@@ -133,7 +129,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     shards: Shards | None = None,
-    part_of: OfParameter = _as_it_is,
+    part_of: OfParameter = lambda name, tensor: tensor,
 ) -> None:
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
@@ -186,7 +182,11 @@ def load_state(
     try:
         optimizer.load_state_dict(state)
         if scheduler is not None and content.scheduler is not None:
-            _check_scheduler(scheduler, content.scheduler, file)
+            current = scheduler.state_dict()
+            for name, value in content.scheduler.items():
+                if name not in current:  # its own loading takes any name
+                    raise ValueError(f"the scheduler has no {name!r}")
+                _check_like(current[name], value, f"{file} is damaged: scheduler.{name}")
             scheduler.load_state_dict(content.scheduler)
     except CheckpointError:
         raise
@@ -195,18 +195,6 @@ def load_state(
             f"{file} does not fit the optimizer and its scheduler: {error!r}; resume with "
             "those that were saved, or from another checkpoint"
         ) from error
-
-
-def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for a saved name that the scheduler does not have; its own loading takes any name.
-
-    Raises CheckpointError for a value of another kind than the scheduler's.
-    """
-    current = scheduler.state_dict()
-    for name, value in saved.items():
-        if name not in current:
-            raise ValueError(f"the scheduler has no {name!r}")
-        _check_like(current[name], value, f"{file} is damaged: scheduler.{name}")
 
 
 def _check_like(current: Any, saved: Any, what: str) -> None:
