@@ -88,7 +88,7 @@ class PlanRequest:
         elif num_devices is not None:
             keeps_stages = _is_given("pipeline.num_stages", options.overrides)
             config = _on_devices(config, num_devices, keeps_stages=keeps_stages)
-        recipe = replace(recipe, pipeline=config)
+        recipe = recipe.replace(pipeline=config)
         if options.memory is not None:
             config = config.replace(memory=limits if len(limits) > 1 else options.memory)
         elif others and config.memory is None:
@@ -122,7 +122,7 @@ class PlanRequest:
         from hf_gpipe.planner.search.choose import best_plan
 
         other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
-        lighter = replace(self, recipe=replace(self.recipe, model=other.model, lora=other.lora))
+        lighter = replace(self, recipe=self.recipe.replace(model=other.model, lora=other.lora))
         try:
             return best_plan(lighter.planner, self.config)
         except PartitionError:
@@ -223,7 +223,7 @@ class PlanRequest:
             chunk_tokens: the most tokens of a chunk, into which rows are cut under 1f1b with recompute stage; None: the
                 rows are cut as in the plan.
         """
-        recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
+        recipe = self.recipe.replace(data=self.recipe.data.replace(**lengths))
         planner = replace(self, recipe=recipe, is_profiled=False).planner
         settings = plan.settings
         if chunk_tokens is not None:
@@ -388,4 +388,4 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
     else:
         vocab_size, source = recipe.tokenizer.vocab_size, "tokenizer.vocab_size; a trained one may have a few more"
     print(f"vocabulary of {vocab_size} tokens, from {source}", file=sys.stderr)
-    return replace(recipe, model=replace(model, config={**model.config, "vocab_size": vocab_size}))
+    return recipe.replace(model=model.replace(config={**model.config, "vocab_size": vocab_size}))

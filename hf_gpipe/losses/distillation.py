@@ -48,9 +48,9 @@ class DistillationLoss(TokenLoss):
         UserError: a value that is not allowed, or the logits are clipped, or the loss is dynamic.
     """
 
-    beta: float = DistillationSection.beta
-    temperature: float = DistillationSection.temperature
-    cross_entropy_share: float = DistillationSection.cross_entropy_share
+    beta: float = DistillationSection().beta
+    temperature: float = DistillationSection().temperature
+    cross_entropy_share: float = DistillationSection().cross_entropy_share
     from_rows: bool = False
 
     reads = Reads.TOKENS | Reads.TEACHER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,10 +18,10 @@ from hf_gpipe.settings.section import (
     NotNegative,
     Place,
     Positive,
+    Settings,
     Text,
     one_of,
     refuse_given,
-    section,
 )
 from hf_gpipe.text import show
 
@@ -65,8 +64,7 @@ class TrainingMeaning:
             )
 
 
-@section()
-class TrainingSection(TrainingMeaning):
+class TrainingSection(TrainingMeaning, Settings):
     """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""
 
     output_dir: Annotated[Place, MAY_CHANGE]
@@ -174,7 +172,7 @@ class TrainingSection(TrainingMeaning):
     """On several machines, the number of optimizer steps between two comparisons of the time that each machine
     computes. A message names a slow machine. Ten of these steps are timed. null: machines are not compared."""
 
-    report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
+    report_to: Annotated[list[Text], MAY_CHANGE] = Field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
     by transformers' names."""
 
@@ -223,7 +221,7 @@ class TrainingSection(TrainingMeaning):
         """Whether rows of similar length share a mini-batch, where the data are of this kind; images are all alike."""
         return self.length_bucketing and kind in OF_TEXT
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if not self.push_to_hub:
             refuse_given(self, ("hub_model_id", "hub_private_repo"), "push_to_hub is false; set it to true")
         if not self.report_to:

@@ -42,7 +42,7 @@ class ReferenceArguments(ModelArguments, OwnLossArguments):
     learning_rate: float = argument(1e-6, "Peak learning rate.")
     beta: float = key_of(PreferencesSection, "beta")
     precompute_ref_log_probs: bool = argument(
-        PreferencesSection.precompute_ref_log_probs,
+        PreferencesSection().precompute_ref_log_probs,
         "Whether the reference's log-probabilities are computed once, before the training. They are in any "
         "case, unless the model gets new PEFT adapters.",
     )
