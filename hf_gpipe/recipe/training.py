@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.batch_size import BatchSize
-from hf_gpipe.settings.kinds import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
+from hf_gpipe.settings.kinds import OF_ROWS_ALONE, OF_TEXT, PACKED
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.section import (
     MAY_CHANGE,
@@ -82,7 +82,7 @@ class TrainingSection(TrainingMeaning, Settings):
     batch_size: Count = 32
     """Number of examples in a mini-batch of the training, and of evaluations during the training."""
 
-    batch_tokens: Annotated[Count | None, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = None
+    batch_tokens: Annotated[Count | None, PACKED] = None
     """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""
 
     gradient_accumulation_steps: Count = 1
@@ -91,7 +91,7 @@ class TrainingSection(TrainingMeaning, Settings):
     length_bucketing: Annotated[bool, OF_TEXT] = True
     """Whether examples of similar length share a mini-batch and a micro-batch, which saves padding."""
 
-    packing: Annotated[bool, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = False
+    packing: Annotated[bool, PACKED] = False
     """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
     padding. Examples do not attend to each other, and loss and gradients stay the same. Models that cannot keep
     examples apart are not supported."""

@@ -44,14 +44,6 @@ MAY_CHANGE = object()
 
 
 @dataclass(frozen=True)
-class NotWith:
-    """Marks a key of which only the default goes with some kinds of data, and why."""
-
-    others: tuple[str, ...]
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Key:
     """The metadata of one field of settings, or of settings within them, which `path` names by attributes.
 

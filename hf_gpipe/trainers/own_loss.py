@@ -29,7 +29,6 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import TrainingSection
-from hf_gpipe.settings.kinds import OF_ROWS_ALONE
 from hf_gpipe.settings.losses import PreferencesSection
 from hf_gpipe.settings.section import check_by, keys_of
 from hf_gpipe.trainers.examples import ExamplesTrainer
@@ -56,7 +55,7 @@ class OwnLossArguments(PipelineTrainingArguments):
     def check(self) -> None:
         super().check()
         for name, key in keys_of(TrainingSection).items():
-            if OF_ROWS_ALONE in key.marks and (value := getattr(self, name)) not in (None, key.default):
+            if not key.is_used_by("preferences") and (value := getattr(self, name)) not in (None, key.default):
                 raise UserError(
                     f"{name}={value!r}: mini-batches are made of whole examples, and the loss is not the "
                     "cross-entropy; leave it out"
