@@ -20,7 +20,7 @@ from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.settings.losses import DistillationSection
-from hf_gpipe.settings.section import keys_of
+from hf_gpipe.settings.section import check_value, keys_of
 
 #: The logarithm of the probability of a class that has none.
 _LEAST = -100.0
@@ -58,7 +58,7 @@ class DistillationLoss(TokenLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("beta", "temperature", "cross_entropy_share"):
-            keys_of(DistillationSection)[name].check(name, getattr(self, name))
+            check_value(name, getattr(self, name), keys_of(DistillationSection)[name].allowed)
         if others := self.given.keys() - {"label_smoothing"}:
             raise UserError(f"{' and '.join(sorted(others))} is not supported in distillation; leave it out")
         if self.label_smoothing and not self.cross_entropy_share:

@@ -7,6 +7,7 @@ tuple of their names, and whether a resumed run may change it.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -65,9 +66,10 @@ class Key:
         schema: dict[str, Any] = _schema(self.section)["properties"][self.name]
         return schema
 
-    def check(self, argument: str, value: Any) -> None:
-        """Raise UserError where an argument, which may have another name, has a value that the key does not allow."""
-        check_value(argument, value, get_type_hints(self.section, include_extras=True)[self.name])
+    @property
+    def allowed(self) -> Any:
+        """The type of its values, with their limits."""
+        return get_type_hints(self.section, include_extras=True)[self.name]
 
     @cached_property
     def value_in(self) -> Callable[[Any], Any]:
@@ -95,6 +97,8 @@ def check_value(argument: str, value: Any, allowed: Any) -> None:
         _adapter(allowed).validate_python(value.item() if hasattr(value, "item") else value)
     except ValidationError:
         words = describe(_adapter(allowed).json_schema()).replace("null", "None")
+        if isinstance(value, float) and not math.isfinite(value):
+            words = words.replace("a number", "a finite number")
         raise UserError(f"{argument}={value!r}: expected {words}") from None
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, TrainingArguments
 
-from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, check_number, nearest
+from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, nearest
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import is_bitsandbytes_available
 from hf_gpipe.libraries.transformers_trainer import ParallelMode
@@ -25,7 +25,7 @@ from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.training import TrainingMeaning
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig
-from hf_gpipe.settings.section import Settings, keys_of
+from hf_gpipe.settings.section import Count, CountOrZero, NotNegative, Settings, check_value, keys_of
 from hf_gpipe.training.supported import (
     HARMLESS_ARGUMENTS,
     HARMLESS_VALUES,
@@ -229,25 +229,14 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 
     def _check_numbers(self) -> None:
         """Raise UserError for a number that the library lets pass, and that no training can have."""
-        for name, key in LIMITS.items():
+        for name, allowed in LIMITS.items():
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
-                key.check(name, getattr(self, name))
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            check_count(name, getattr(self, name), 1)
+                check_value(name, getattr(self, name), allowed)
         if self.max_steps != -1:
             check_count("max_steps", self.max_steps, 1, otherwise=", or -1: num_train_epochs decides")
-        if self.data_seed is not None:
-            check_count("data_seed", self.data_seed, 0)
-        check_count("dataloader_num_workers", self.dataloader_num_workers, 0)
-        check_number("num_train_epochs", self.num_train_epochs, -math.inf)
-        if self.neftune_noise_alpha is not None:
-            check_number("neftune_noise_alpha", self.neftune_noise_alpha)
         bound = 0 if self.max_grad_norm is None else self.max_grad_norm
         if not isinstance(bound, int | float) or math.isnan(bound):
             raise UserError(f"max_grad_norm={self.max_grad_norm!r}: expected a number; 0 or None: no clipping")
-        for name in ("generation_max_length", "generation_num_beams"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
 
     def _check_sampling(self) -> None:
         if self.sampling_temperature != 1 and self.train_sampling_strategy == "sequential":
@@ -396,12 +385,16 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 PIPELINE_ARGUMENTS = tuple(
     name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
 )
-#: The keys whose limits arguments have. A library's argument is among them if the library has no limits for it.
-LIMITS = {
-    **{
-        name: key for name, key in keys_of(TrainingSection).items() if name in PipelineTrainingArguments.__annotations__
-    },
-    **{name: keys_of(TrainingSection)[name] for name in ("gradient_accumulation_steps", "seed", "weight_decay")},
-    "ddp_timeout": keys_of(PipelineConfig)["timeout_seconds"],
-    "sampling_temperature": keys_of(DataSection)["temperature"],
+_OF_TRAINING = keys_of(TrainingSection)
+#: What arguments may be: as keys, or where the library has no limits of its own. A default of None may be given too.
+LIMITS: dict[str, Any] = {
+    **{name: key.allowed for name, key in _OF_TRAINING.items() if name in PipelineTrainingArguments.__annotations__},
+    **{name: _OF_TRAINING[name].allowed for name in ("gradient_accumulation_steps", "seed", "weight_decay")},
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), Count),
+    **dict.fromkeys(("generation_max_length", "generation_num_beams"), Count),
+    **dict.fromkeys(("data_seed", "dataloader_num_workers"), CountOrZero),
+    "num_train_epochs": float,
+    "neftune_noise_alpha": NotNegative,
+    "ddp_timeout": _TIMEOUT.allowed,
+    "sampling_temperature": keys_of(DataSection)["temperature"].allowed,
 }
