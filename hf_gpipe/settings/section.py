@@ -10,10 +10,10 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
 from pydantic_core import core_schema
@@ -48,7 +48,8 @@ MAY_CHANGE = object()
 class Key:
     """The metadata of one field of settings, or of settings within them, which `path` names by attributes.
 
-    `kinds` are the kinds of data that use it, None: all do; `marks` are what its annotation says besides.
+    `kinds` are the kinds of data that use it, None: all do; `marks` are what its annotation says besides; `allowed` is
+    the type of its values, with their limits.
     """
 
     name: str
@@ -57,19 +58,13 @@ class Key:
     is_required: bool
     kinds: tuple[str, ...] | None
     marks: tuple[Any, ...]
-    section: type[Settings] = field(repr=False)
+    allowed: Any
     path: str
 
     @cached_property
     def schema(self) -> dict[str, Any]:
         """Its JSON schema."""
-        schema: dict[str, Any] = _schema(self.section)["properties"][self.name]
-        return schema
-
-    @property
-    def allowed(self) -> Any:
-        """The type of its values, with their limits."""
-        return get_type_hints(self.section, include_extras=True)[self.name]
+        return _adapter(self.allowed).json_schema()
 
     @cached_property
     def value_in(self) -> Callable[[Any], Any]:
@@ -157,10 +152,12 @@ def keys_of(cls: type[Settings]) -> dict[str, Key]:
             own = keys_of(info.annotation).values()
             keys |= {key.name: replace(key, path=f"{field_name}.{key.path}") for key in own}
             continue
-        name, text = info.alias or field_name, " ".join((info.description or "").split())
-        kinds = next((mark for mark in info.metadata if isinstance(mark, tuple)), cls.kinds)
+        name, text, marks = info.alias or field_name, " ".join((info.description or "").split()), tuple(info.metadata)
+        kinds = next((mark for mark in marks if isinstance(mark, tuple)), cls.kinds)
         default = None if info.is_required() else info.get_default(call_default_factory=True)
-        keys[name] = Key(name, text, default, info.is_required(), kinds, tuple(info.metadata), cls, field_name)
+        annotated: Any = (info.annotation, *marks, kinds)
+        allowed: Any = Annotated[annotated]
+        keys[name] = Key(name, text, default, info.is_required(), kinds, marks, allowed, field_name)
     return keys
 
 
@@ -182,11 +179,6 @@ def check_by(cls: type[Settings], options: Any) -> Any:
     """The section with the values of options of the names of its keys. Raises UserError for what it does not allow."""
     values = {name: getattr(options, name) for name in keys_of(cls) if hasattr(options, name)}
     return cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
-
-
-@functools.cache
-def _schema(cls: type[Settings]) -> dict[str, Any]:
-    return cls.model_json_schema()
 
 
 def misfit(error: ValidationError, cls: type[Settings], values: Mapping[str, Any]) -> UserError:
