@@ -67,7 +67,7 @@ def key_of(section: type[Settings], name: str, text: str = "", **metadata: Any) 
     return argument(None, text if name not in PLANNED and key.default is None else f"{text} {otherwise}", **metadata)
 
 
-def with_keys_of(section: type[Settings], but: Sequence[str]) -> Callable[[type[T]], type[T]]:
+def with_keys_of(section: type[Settings], but: Sequence[str] = ()) -> Callable[[type[T]], type[T]]:
     """Make a decorator, for below `dataclass`, that gives a class of arguments a field for each key of a section.
 
     Args:
