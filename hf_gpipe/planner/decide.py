@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
@@ -13,8 +14,9 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
-from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine, tracer_of
-from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs, times
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.costs.speeds import measure_speeds
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
@@ -47,6 +49,7 @@ class Planning:
         loss: the loss of the micro-batch.
         world: the processes, their devices, and what was measured of their links.
         teacher: the adapter of a teacher; None: there is none.
+        tracers: the tracer by division of the layers. What was traced to decide tells the plans of the run too.
     """
 
     inputs: PlanInputs
@@ -54,6 +57,7 @@ class Planning:
     loss: Loss
     world: World
     teacher: Adapter | None = None
+    tracers: dict[Division, LayerTracer] = field(default_factory=dict, repr=False)
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None, Schedule | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -130,7 +134,14 @@ class Planning:
             measured=measured,
             cluster=steady(cluster) if decides and cluster is not None else cluster,
             teacher=self.teacher,
+            tracer=partial(self._tracer, config.division),
         )
+
+    def _tracer(self, division: Division) -> LayerTracer:
+        if division not in self.tracers:
+            as_on_gpu = self.world.device.type == "cuda"
+            self.tracers[division] = LayerTracer(self.adapter, loss=self.loss, as_on_gpu=as_on_gpu, division=division)
+        return self.tracers[division]
 
     def _memory_bytes(self, division: Division) -> MemoryLimit:
         """The bytes of a device of each worker; one number where all are nearly equal."""
@@ -169,7 +180,7 @@ class Planning:
         def measured(workload: Workload) -> ModelCosts:
             # Only the seconds differ between processes.
             costs = world.from_main(
-                lambda: tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload), ModelCosts
+                lambda: self._tracer(config.division).costs(workload), ModelCosts
             )
             own = profile_layers(
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
@@ -177,8 +188,7 @@ class Planning:
             # The ranks of a worker wait for each other.
             everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own, ModelCosts))]
             # The seconds of a slower device are scaled to the first device's.
-            speeds = config.given_speeds or [1.0] * len(everyone)
-            return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])
+            return mean_costs(everyone, config.given_speeds)
 
         costs = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -35,6 +35,7 @@ def planner_of(
     profile_on: torch.device | None = None,
     cluster: Cluster | None = None,
     teacher: Adapter | None = None,
+    tracer: Callable[[], LayerTracer] | None = None,
 ) -> Planner:
     """Make the planner of a model that has its adapter.
 
@@ -50,13 +51,14 @@ def planner_of(
         profile_on: the device to measure other micro-batches on, with whole layers; None: seconds are estimated.
         cluster: the links between the processes.
         teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
+        tracer: gives the tracer of the layers, which has what it has traced; None: a new one.
 
     Raises:
         UserError: there is no mini-batch, the optimizer's state has no known size, or layers cannot be divided so.
     """
     config = config or PipelineConfig(1)
     mini_batch = inputs.mini_batch(adapter)
-    tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
+    tracer = tracer or cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
 
     def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
         if measured is not None and (rows, chunks) in measured:

@@ -20,7 +20,7 @@ from hf_gpipe.planner import decide
 from hf_gpipe.planner.costs import measure, speeds
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import block_seconds
-from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, times
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, mean_costs
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
@@ -124,11 +124,11 @@ def test_a_block_that_takes_longer_has_more_seconds(monkeypatch: pytest.MonkeyPa
 
 def test_costs_of_a_slower_process_count_as_the_first_one_s() -> None:
     costs = measure.profile_layers(adapter_for(CONFIG), Workload(1, 8, 8), CPU, repeats=1)
-    half = times(costs, 0.5)
+    half = mean_costs([costs], [0.5])
     for one, other in zip(costs.layers, half.layers, strict=True):
         assert one.seconds is not None
-        assert other.seconds == Seconds(*(value / 2 for value in vars(one.seconds).values()))
-    assert times(LayerTracer(adapter_for(CONFIG)).costs(Workload(1, 8, 8)), 3.0).layers[0].seconds is None
+        assert other.seconds == Seconds(*(value / 2 for value in one.seconds))
+    assert mean_costs([LayerTracer(adapter_for(CONFIG)).costs(Workload(1, 8, 8))], [3.0]).layers[0].seconds is None
 
 
 RECIPE = """\

@@ -29,7 +29,6 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
 from hf_gpipe.model.divided_head import why_not_divided
 from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
-from hf_gpipe.planner.costs.kept import kept_for
 from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, SharedParameter
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.parameters import Parameters
@@ -142,8 +141,6 @@ class LayerTracer:
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
         #: The traces of these stages, for micro-batches whose shapes differ in rows, or in chunks, alone.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
-        #: The traces on fake tensors, by any tracer of this process for the same layers.
-        self._kept = kept_for(self.run.adapter, loss, as_on_gpu, *division)
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
@@ -277,15 +274,7 @@ class LayerTracer:
 
             def compute(number: int) -> Numbers:
                 shape = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
-                asked = run, *args, *of_stage, shape
-                if asked not in self._kept:
-                    stage = self._stage(*of_stage)
-                    result = run(stage, shape.micro_batch(self.run.adapter), *args)
-                    if stage.is_real:  # it depends on values
-                        return result
-                    self._kept[asked] = result
-                numbers: Numbers = self._kept[asked]
-                return numbers
+                return run(self._stage(*of_stage), shape.micro_batch(self.run.adapter), *args)
 
             def can_be_linear() -> bool:
                 is_real = of_stage in self._stages and self._stages[of_stage].is_real
