@@ -179,9 +179,7 @@ class Planning:
 
         def measured(workload: Workload) -> ModelCosts:
             # Only the seconds differ between processes.
-            costs = world.from_main(
-                lambda: self._tracer(config.division).costs(workload), ModelCosts
-            )
+            costs = world.from_main(lambda: self._tracer(config.division).costs(workload), ModelCosts)
             own = profile_layers(
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
             )

@@ -5,33 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-from hf_gpipe.planner.costs.beside import NOTHING, Beside
-from hf_gpipe.planner.costs.model_costs import InnerRecompute
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.schedule.kinds import RECOMPUTE
 from hf_gpipe.settings.pipeline import DecidedConfig
-
-
-class StageLayers(NamedTuple):
-    """A stage of a plan: the run of layers `start` to `stop` (exclusive)."""
-
-    start: int
-    stop: int
-    inner: InnerRecompute
-    """The tensors that its stored graphs keep."""
-    beside: Beside = NOTHING
-    """The share that a teacher's stage adds."""
-
-    @property
-    def run(self) -> tuple[int, int]:
-        """The number of the first layer, and of the layer after the last."""
-        return self.start, self.stop
 
 
 @dataclass(frozen=True)
@@ -52,8 +33,8 @@ class Layout:
     settings: DecidedConfig
     inputs: PlanInputs
     processes: Processes
-    sums: LayerSums
-    of_chunks: Sequence[LayerSums]
+    sums: StageCosts
+    of_chunks: Sequence[StageCosts]
     stages: Sequence[StageLayers]
     table: Schedule
     library_bytes: Sequence[int]

@@ -15,21 +15,20 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import Before, before_table
-from hf_gpipe.planner.costs.beside import besides
 from hf_gpipe.planner.costs.chunks import taper_of, typical
 from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.layout import Layout, StageLayers
+from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers, besides
+from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
-from hf_gpipe.planner.memory import MemoryEstimate, estimate_memory, hosted_bytes
+from hf_gpipe.planner.memory import HostMemory, MemoryEstimate, estimate_memory, host_memory
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import table_of
-from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement, Schedule, Timeline, simulate
+from hf_gpipe.schedule.kinds import KINDS, Held, Resource
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -60,6 +59,20 @@ class StagePlan:
     recompute: str
     memory: MemoryEstimate
     busy_seconds: float
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that a process spends in one step, by what it does; together they are the step."""
+
+    forward: float
+    recompute: float
+    """The recomputation of whole stages, and that of blocks, which the backward makes."""
+    backward: float
+    """The backward, whole or in its two parts."""
+    update: float
+    bubble: float
+    """Waiting, for other stages and for messages."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +147,20 @@ class Plan:
         return "" if self.planner.device.is_asynchronous else "; torch and other libraries take CPU memory beside it"
 
     @cached_property
+    def on_hosts(self) -> list[HostMemory]:
+        """The CPU memory that each process needs."""
+        return host_memory(self.layout, self.timeline)
+
+    @property
     def hosted_bytes(self) -> list[int]:
         """The bytes of weights that visit and of graphs that wait in CPU memory, for each process."""
-        return hosted_bytes(self.layout, self.timeline)
+        return [own.hosted for own in self.on_hosts]
 
     @property
     def machine_bytes(self) -> int:
         """The most bytes of `hosted_bytes` on any machine, all of its processes together."""
-        size = self.planner.host_size(len(self.processes))
-        hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
+        size, every = self.planner.host_size(len(self.processes)), self.hosted_bytes
+        hosted = [sum(every[start : start + size]) for start in range(0, len(every), size)]
         return self.planner.division.num_ranks * max(hosted)
 
     @property
@@ -235,8 +253,8 @@ class Planner(Processes):
         self.rows = inputs.mini_batch().rows
         self.can_visit = self.can_deal = teacher is None
         self.chunks = Chunks()
-        self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
-        self._of_teacher: dict[int, LayerSums] = {}
+        self._sums: dict[tuple[int, Chunks, int], tuple[StageCosts, Sequence[StageCosts]]] = {}
+        self._of_teacher: dict[int, StageCosts] = {}
         self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
 
     def with_rows(self, rows: int) -> Self:
@@ -284,24 +302,24 @@ class Planner(Processes):
         """The costs of the layers for one of M micro-batches, or for the typical chunk of its rows."""
         return self._all_sums(num_micro_batches)[0].costs
 
-    def sums(self, settings: DecidedConfig) -> LayerSums:
+    def sums(self, settings: DecidedConfig) -> StageCosts:
         """The sums of runs of layers for a micro-batch of a configuration, or for the typical chunk of its rows. The
         partition is not read."""
         return self._sums_of(settings)[0]
 
-    def _sums_of(self, settings: DecidedConfig) -> tuple[LayerSums, Sequence[LayerSums]]:
+    def _sums_of(self, settings: DecidedConfig) -> tuple[StageCosts, Sequence[StageCosts]]:
         given = self.inputs.tables.get(settings.schedule)
         divides_head = settings.divides_head if given is None else given.divides_head
         return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
 
-    def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[LayerSums, Sequence[LayerSums]]:
+    def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[StageCosts, Sequence[StageCosts]]:
         """The sums of the typical chunk, and the sums of each chunk; the head may be divided into parts."""
         size = self.micro_batch_rows(num_micro_batches), self.chunks
         key = *size, num_parts
         if key not in self._sums:
             of_chunks = self._costs_of(*size)
-            each = [LayerSums(costs, self.device, self.link, num_parts) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self.link, num_parts)
+            each = [StageCosts(costs, self.device, self.link, num_parts) for costs in of_chunks]
+            whole = each[0] if len(each) == 1 else StageCosts(typical(of_chunks), self.device, self.link, num_parts)
             self._sums[key] = whole, each
         return self._sums[key]
 
@@ -309,7 +327,7 @@ class Planner(Processes):
         blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
         rows = self.micro_batch_rows(settings.num_micro_batches)
         if self._teacher is not None and rows not in self._of_teacher:
-            self._of_teacher[rows] = LayerSums(self._teacher(rows), self.device)
+            self._of_teacher[rows] = StageCosts(self._teacher(rows), self.device)
         beside = besides(self._of_teacher.get(rows), settings.num_stages)
         return [
             StageLayers(start, stop, "block" if stage in blocks else "none", beside[stage])
@@ -386,3 +404,19 @@ class Planner(Processes):
             )
         before = before_table(layout, self.num_forwards, self.of_tokens)
         return Plan(layout, self, costs, tuple(plans), tuple(processes), timeline, before)
+
+
+def time_of(timeline: Timeline, process: int, again: Sequence[float]) -> TimeEstimate:
+    """The seconds of a process in a step: the mean, where a table has several steps. `again` has the seconds in which a
+    backward of each stage recomputes blocks."""
+    parts = dict.fromkeys((kind.part for kind in KINDS.values()), 0.0)
+    for span in timeline.by_process.get(process, ()):
+        kind = span.action.kind
+        # What does not occupy the device goes on beside the other actions.
+        if kind.resource is Resource.COMPUTE:
+            recomputed = min(again[span.action.stage], float(span.busy)) if kind.working is Held.BACKWARD else 0.0
+            parts["recompute"] += recomputed
+            parts[kind.part] += float(span.busy) - recomputed
+    num_steps = timeline.schedule.num_steps
+    parts = {name: seconds / num_steps for name, seconds in parts.items()}
+    return TimeEstimate(**parts, bubble=max(float(timeline.total_seconds) / num_steps - sum(parts.values()), 0.0))

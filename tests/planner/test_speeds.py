@@ -21,7 +21,7 @@ from hf_gpipe.planner.costs import measure, speeds
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import block_seconds
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, mean_costs
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.settings.division import Division
@@ -111,8 +111,8 @@ def test_divided_layers_are_measured_with_the_sums_over_their_ranks() -> None:
         assert block > 0
         assert costs.layers[1].forward.sums.num_bytes > 0
         # A link that takes seconds for a byte changes nothing: its time is in what was measured.
-        slow = LayerSums(costs, cpu(1), Level(2, 1.0, 1.0))
-        assert slow.seconds(1, 2, "none") == LayerSums(costs, cpu(1)).seconds(1, 2, "none")
+        slow = StageCosts(costs, cpu(1), Level(2, 1.0, 1.0))
+        assert slow.seconds(1, 2, "none") == StageCosts(costs, cpu(1)).seconds(1, 2, "none")
 
 
 def test_a_block_that_takes_longer_has_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The costs of each layer of a model: parameters, arithmetic, memory and, once measured, time.
 
 `LayerTracer` (layers.py) computes the costs of a model without weights; `profile_layers` (measure.py) adds measured
-seconds. Every number is for ONE micro-batch (workload.py) and one layer; `LayerSums` (prefix_sums.py) adds
+seconds. Every number is for ONE micro-batch (workload.py) and one layer; `StageCosts` (stage_costs.py) adds
 them up.
 """
 
@@ -14,8 +14,12 @@ from typing import Literal, NamedTuple
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
+
+#: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
+_CALLS_OF_ACTION = 10
 
 InnerRecompute = Literal["none", "block"]
 """The tensors that a stored graph keeps: all, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
@@ -285,3 +289,28 @@ def mean_seconds(measured: Iterable[Seconds | None]) -> Seconds | None:
     """The mean of the measurements that are not None; None where all are."""
     known = [seconds for seconds in measured if seconds is not None]
     return Seconds.combined(known, fmean) if known else None
+
+
+def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
+    """A layer's seconds by a device's rates: products take their arithmetic, and other operations what they move."""
+    rate = device.product_rate(compute_dtype)
+    forward, backward = (
+        device.seconds(own.flops / rate, own.moved, own.calls) for own in (layer.forward, layer.backward)
+    )
+    return Seconds(forward, forward, backward)
+
+
+def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
+    """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
+    action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
+    moved, calls = max(layer.outside.moved for layer in layers), max(layer.outside.calls for layer in layers)
+    forward = action + device.seconds(0.0, moved, calls)
+    return Seconds(forward, forward, action)
+
+
+def hidden_seconds(layer: LayerCost, own: Seconds, link: Level) -> float:
+    """The seconds of the backward's sums that products hide: a sum is hidden as long as its products run."""
+    if not layer.sums_beside:
+        return 0.0
+    per_operation = own.backward / layer.backward.flops
+    return sum(min(beside.sum.seconds(link), beside.flops * per_operation) for beside in layer.sums_beside)

@@ -10,8 +10,7 @@ from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.planner.costs.measure import block_seconds
-from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.prefix_sums import estimated_seconds
+from hf_gpipe.planner.costs.model_costs import ModelCosts, estimated_seconds
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.workload import Workload
 

@@ -12,7 +12,6 @@ from typing import cast
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.layout import Layout
-from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan, best_of
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
@@ -99,10 +98,8 @@ def _listed_plans(plan: Plan, layout: Layout, costs: Costs, *, recomputes: bool)
 
 
 def _work(layout: Layout, costs: Costs, *, recomputes: bool) -> Work:
-    amounts = [stage_amounts(layout.sums, stage, 0, 0) for stage in layout.stages]
-    received, graph, deferred = (
-        [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)
-    )
+    sizes = [layout.sums.bytes_of(stage).sizes for stage in layout.stages]
+    received, graph, deferred = ([own[held] for own in sizes] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED))
     held = [of_input + of_graph for of_input, of_graph in zip(received, graph, strict=True)]
     return Work(
         each_stage(costs.forward_seconds),
