@@ -114,7 +114,7 @@ def memory(path: Path) -> None:
         for process, stage in zip(of.processes, of.layout.stages, strict=True):
             panel, number = panels[process.number, column], process.number
             gradients = {"gradients": sums.held(*stage.run).trainable_bytes}
-            amounts = {**sums.bytes_of(stage).amounts, Held.WEIGHT_GRADIENTS: gradients}
+            amounts = {**sums.amounts(stage), Held.WEIGHT_GRADIENTS: gradients}
             levels = [(0, {}), *occupancy(of.timeline, {number: amounts}, number)]
             times = [float(time) for time, _ in levels] + [of.step_seconds]
             fixed = {"parameters": process.memory.parameters, "optimizer": process.memory.optimizer}

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     import torch
 
     from hf_gpipe.adapters import Adapter
+    from hf_gpipe.losses.loss import Loss
     from hf_gpipe.partition.cluster import Cluster
+    from hf_gpipe.planner.costs.model_costs import ModelCosts
     from hf_gpipe.planner.machines.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
+    from hf_gpipe.planner.workload import Workload
     from hf_gpipe.settings.pipeline import PipelineConfig
 
 
@@ -159,7 +162,7 @@ class PlanRequest:
             from hf_gpipe.model.teacher import open_teacher
 
             teacher = open_teacher(spec, adapter, _here())
-        inputs = plan_inputs(recipe, workload_of(recipe, adapter.config))
+        inputs, loss = plan_inputs(recipe, workload_of(recipe, adapter.config)), loss_of(recipe).planned
         if self.table is not None:
             inputs = replace(inputs, tables={recipe.pipeline.schedule: self.table})
         try:
@@ -168,9 +171,9 @@ class PlanRequest:
                 inputs,
                 self.devices[0],
                 config,
-                loss=loss_of(recipe).planned,
+                loss=loss,
                 as_on_gpu=True,
-                profile_on=_here() if self.is_profiled else None,
+                seconds=partial(_profiled, adapter, loss) if self.is_profiled else None,
                 cluster=self.cluster,
                 teacher=teacher,
             )
@@ -370,6 +373,13 @@ def _adapter(recipe: Recipe) -> Adapter:
     from hf_gpipe.from_recipe.checks import checked_adapter
 
     return checked_adapter(recipe, _here())
+
+
+def _profiled(adapter: Adapter, loss: Loss, workload: Workload, costs: ModelCosts) -> ModelCosts:
+    """The costs with the seconds that the layers take on a device of this machine."""
+    from hf_gpipe.planner.costs.measure import profile_layers
+
+    return profile_layers(adapter, workload, _here(), loss=loss, costs=costs)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
@@ -29,7 +30,6 @@ from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mesh import UNSHARED
 from hf_gpipe.settings.mode import AUTO
@@ -41,16 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Planning:
-    """The planner's inputs of a pipeline that runs, beside its configuration.
-
-    Attributes:
-        inputs: the mini-batch and the optimizer.
-        adapter: the model's adapter.
-        loss: the loss of the micro-batch.
-        world: the processes, their devices, and what was measured of their links.
-        teacher: the adapter of a teacher; None: there is none.
-        tracers: the tracer by division of the layers. What was traced to decide tells the plans of the run too.
-    """
+    """The planner's inputs of a pipeline that runs, beside its configuration."""
 
     inputs: PlanInputs
     adapter: Adapter
@@ -58,6 +49,7 @@ class Planning:
     world: World
     teacher: Adapter | None = None
     tracers: dict[Division, LayerTracer] = field(default_factory=dict, repr=False)
+    """The tracer by division of the layers. What was traced to decide tells the plans of the run too."""
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None, Schedule | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -102,7 +94,7 @@ class Planning:
     def planner(
         self,
         config: PipelineConfig,
-        measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
+        measured: Mapping[Workload, ModelCosts] = MappingProxyType({}),
         *,
         decides: bool = False,
     ) -> Planner:
@@ -110,7 +102,7 @@ class Planning:
 
         Args:
             config: the configuration of the pipeline.
-            measured: the costs with seconds, by the rows of a micro-batch and how they are cut.
+            measured: the costs with the seconds that were measured, of micro-batches or of chunks.
             decides: whether equal machines must decide the same: then it uses `device` and links in round numbers.
 
         Raises:
@@ -131,7 +123,7 @@ class Planning:
             config,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
-            measured=measured,
+            seconds=lambda workload, costs: measured.get(workload, costs),
             cluster=steady(cluster) if decides and cluster is not None else cluster,
             teacher=self.teacher,
             tracer=partial(self._tracer, config.division),
@@ -171,13 +163,13 @@ class Planning:
             )
         return speeds
 
-    def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
+    def _measure(self, config: PipelineConfig) -> Mapping[Workload, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
         mini_batch = world.from_main(lambda: self.inputs.mini_batch(self.adapter), Workload)
-        ranks = ranks_of_workers(world, config.division)
+        ranks, measured = ranks_of_workers(world, config.division), dict[Workload, ModelCosts]()
 
-        def measured(workload: Workload) -> ModelCosts:
+        def measure(workload: Workload) -> ModelCosts:
             # Only the seconds differ between processes.
             costs = world.from_main(lambda: self._tracer(config.division).costs(workload), ModelCosts)
             own = profile_layers(
@@ -186,14 +178,14 @@ class Planning:
             # The ranks of a worker wait for each other.
             everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own, ModelCosts))]
             # The seconds of a slower device are scaled to the first device's.
-            return mean_costs(everyone, config.given_speeds)
+            measured[workload] = mean_costs(everyone, config.given_speeds)
+            return measured[workload]
 
-        costs = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
             for chunks in ways_to_cut(config, mini_batch.target_tokens):
-                costs[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
-        return costs
+                each_chunk(mini_batch.of_rows(rows), chunks, measure)
+        return measured
 
 
 def _shown(value: Any) -> str:

@@ -17,27 +17,19 @@ from hf_gpipe.settings.pipeline import DecidedConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration with its stages and its table on the processes that it is planned for.
-
-    Attributes:
-        settings: the configuration.
-        inputs: the mini-batch and the optimizer.
-        processes: the processes with their device, links and speeds.
-        sums: the sums of the model's layers for one micro-batch, or for the typical chunk of its rows.
-        of_chunks: the sums of the model's layers for each chunk.
-        stages: all stages, in order.
-        table: the table that is run.
-        library_bytes: the bytes that libraries take of the GPU of each process.
-    """
+    """A configuration with its stages and its table on the processes that it is planned for."""
 
     settings: DecidedConfig
     inputs: PlanInputs
     processes: Processes
     sums: StageCosts
+    """The costs for one micro-batch, or for the typical chunk of its rows."""
     of_chunks: Sequence[StageCosts]
+    """The costs for each chunk."""
     stages: Sequence[StageLayers]
     table: Schedule
     library_bytes: Sequence[int]
+    """The bytes that libraries take of the GPU of each process."""
 
     @cached_property
     def recompute_shares(self) -> list[float]:

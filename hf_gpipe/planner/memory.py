@@ -75,18 +75,19 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
     """
     sums, visitors, table = layout.sums, layout.settings.visits.offload_weights, timeline.schedule
     stages = [layout.stages[number] for number in own]
-    known = [sums.bytes_of(stage, converts_once=not table.is_asynchronous) for stage in stages]
+    converts = {"converts_once": not table.is_asynchronous}
+    known = [sums.bytes_of(stage, **converts) for stage in stages]
     held, is_dealt = sums.held_by(stage.run for stage in stages), table.placement.is_dealt
     hosted = [sums.hosted(*stage.run, visitors, is_dealt=is_dealt) for stage in stages]
     # Nothing of dealt stages stays on the device, not even tied weights.
     trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(visiting.trainable_bytes for visiting in hosted)
     amounts = {
         number: {
-            **of_stage.amounts,
+            **sums.amounts(stage, **converts),
             Held.WEIGHT_GRADIENTS: {"gradients": trained_bytes / len(own)},
             Held.VISITING_GRADIENTS: {"gradients": visiting.trainable_bytes},
         }
-        for number, of_stage, visiting in zip(own, known, hosted, strict=True)
+        for number, stage, visiting in zip(own, stages, hosted, strict=True)
     }
     weights = held.num_bytes + sum(of_stage.converted for of_stage in known)
     if visitors is not None:  # each stage that is there has a buffer

@@ -287,7 +287,14 @@ def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pyte
 
 
 def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU the memory was that of a CPU's attention, although the plan was for a GPU: only seconds are measured."""
     small = ["model.config.num_hidden_layers=2", "tokenizer.vocab_size=500"]
+    plans = []
+    for measured in ([], ["--profile"]):
+        assert main([recipe, *small, *measured, "--device", "t4", "pipeline.partition=count", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[1]["is_measured"]
+    assert plans[0]["peak_bytes"] == plans[1]["peak_bytes"]
     assert main([recipe, *small, "--profile", "pipeline.partition=profile", "--memory", "8GiB", "--verbose"]) == 0
     assert "from measured layers" in capsys.readouterr().out
 

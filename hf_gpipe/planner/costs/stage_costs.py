@@ -91,8 +91,6 @@ class StageBytes(NamedTuple):
     """The bytes of its buffers, and of a teacher's stage."""
     converted: float
     """The bytes of its weights as autocast converts them, once for a step."""
-    amounts: Amounts
-    """The bytes that each thing held adds to the items of an estimate of memory."""
     sizes: Mapping[str, float]
     """The bytes of each thing held, all items together. A divided head's hidden states count on every stage."""
 
@@ -259,22 +257,23 @@ class StageCosts:
         key = stage, converts_once
         if key not in self._bytes:
             graphs, run = self.graphs[stage.inner], stage.run
-            converted = graphs.converted_bytes(*run)
-            amounts = self._amounts(stage, 0.0 if converts_once else converted)
+            converted = graphs.converted_bytes(*run) if converts_once else 0.0
+            amounts = self.amounts(stage, converts_once=converts_once)
             fixed = self.buffer_bytes(*run) + stage.beside.held_bytes
             sizes = {held: sum(items.values()) for held, items in amounts.items()}
             if self.part is not None:
                 sizes[Held.HEAD_INPUT] = self.part.hidden_bytes
-            own = self.held(*run), self.owned(*run), fixed, converted if converts_once else 0.0
-            self._bytes[key] = StageBytes(*own, amounts, sizes)
+            self._bytes[key] = StageBytes(self.held(*run), self.owned(*run), fixed, converted, sizes)
         return self._bytes[key]
 
-    def _amounts(self, stage: StageLayers, converted: float) -> Amounts:
-        """The amounts of `bytes_of`, where each graph keeps `converted` bytes of weights."""
+    def amounts(self, stage: StageLayers, *, converts_once: bool = True) -> Amounts:
+        """The bytes that each thing held adds to the items of an estimate of memory. The argument is that of
+        `bytes_of`."""
         layers, run, beside, graphs = self.costs.layers, stage.run, stage.beside, self.graphs[stage.inner]
         graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
         is_last, head = stage.stop == len(layers), layers[stage.stop - 1]
         logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
+        converted = 0.0 if converts_once else graphs.converted_bytes(*run)
         of_graph = {"activations": graph - logits + converted, "logits": logits}
         received = layers[stage.start].input_bytes if stage.start else 0
         after = layers[min(stage.stop, len(layers) - 1)].gradient_input_bytes

@@ -92,9 +92,10 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
         chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
         candidate = planner.plan(settings.replace(recompute=chosen))
         yield candidate
-        limits = [planner.limit_of(process.number) for process in candidate.processes]
-        full = [own for own, most in zip(candidate.processes, limits, strict=True) if most and own.memory.total > most]
-        if hosts.isdisjoint(crowded := {stage for process in full for stage in process.stages}):
+        limits, placement = map(planner.limit_of, range(len(candidate.memory))), candidate.timeline.schedule.placement
+        every = enumerate(zip(candidate.memory, limits, strict=True))
+        full = [process for process, (memory, most) in every if most and memory.total > most]
+        if hosts.isdisjoint(crowded := {stage for process in full for stage in placement.stages_of(process)}):
             return
         hosts -= crowded
 

@@ -121,7 +121,7 @@ def _messages(costs: Costs, placement: Placement) -> list[float]:
 
 def _room(plan: Plan, process: int) -> float:
     """The bytes that a process has for micro-batches: what they take at its peak, and what is free then."""
-    memory, table = plan.processes[process].memory, plan.timeline.schedule
+    memory, table = plan.memory[process], plan.timeline.schedule
     ids = table.num_micro_batches * plan.costs.micro_batch_bytes
     return memory.activations + memory.logits + memory.boundaries - ids + _spare(plan, process)
 
@@ -130,7 +130,7 @@ def _spare(plan: Plan, process: int) -> int:
     """The bytes that are free at the peak. A negative number is the bytes that lack."""
     limit = plan.planner.limit_of(process)
     assert limit is not None
-    spare = limit - plan.processes[process].memory.total
+    spare = limit - plan.memory[process].total
     return int(spare / (1 + plan.planner.device.reserved_share)) - (spare < 0)
 
 
