@@ -58,8 +58,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, lines_text, overrides, report, search_report
+    from hf_gpipe.planner.search.listed import TABLE_FILE
     from hf_gpipe.planner.search.search_all import search_all
-    from hf_gpipe.planner.search.table_file import TABLE_FILE
     from hf_gpipe.planner.search.visiting import untried
 
     if options.longest and request.planner.memory_bytes is None:

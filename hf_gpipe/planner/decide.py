@@ -25,7 +25,7 @@ from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.search.table_file import TABLE_FILE
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.runtime.mesh import ranks_of_workers

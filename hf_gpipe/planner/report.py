@@ -20,8 +20,8 @@ from hf_gpipe.planner.machines.devices import SCREEN_BYTES
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.search.advice import smallest_fix
 from hf_gpipe.planner.search.bubble import SMALL_BUBBLE, smaller_bubble
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.search_all import SearchResult
-from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.schedule import DEALT, is_table_file, staleness

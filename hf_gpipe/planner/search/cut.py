@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError
@@ -159,6 +160,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     caps = [] if settings.visits.offload_weights else _caps(planner, placement)
     largest = max(caps, default=0.0)
 
+    @cache  # by_cost asks for the same runs of layers again and again
     def memory_bytes(stage: int, start: int, stop: int) -> float:
         # The bytes are scaled as if every stage had the largest limit of all.
         own = largest / caps[stage] if caps else 1.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner, best_of
-from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.search.listed import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
