@@ -146,7 +146,7 @@ class PlanRequest:
         from hf_gpipe.from_recipe.checks import loss_of, verify_options, workload_of
         from hf_gpipe.from_recipe.model import teacher_of
         from hf_gpipe.from_recipe.workload import plan_inputs
-        from hf_gpipe.planner.costs.speeds import rated_speeds
+        from hf_gpipe.planner.costs.model_costs import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.search.choose import micro_batch_counts
 

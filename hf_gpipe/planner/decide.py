@@ -16,9 +16,8 @@ from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
 from hf_gpipe.planner.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.costs.measure import measure_speeds, profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
-from hf_gpipe.planner.costs.speeds import measure_speeds
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit

@@ -17,7 +17,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner import decide
-from hf_gpipe.planner.costs import measure, speeds
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import block_seconds
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, mean_costs
@@ -47,7 +47,7 @@ def _train(kind: str) -> _Trained:
     said: list[str] = []
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speeds, "block_seconds", lambda *_, **__: [1.0, 2.03][rank])
+        patch.setattr(measure, "block_seconds", lambda *_, **__: [1.0, 2.03][rank])
         patch.setattr(decide.logger, "warning", said.append)
         if kind == "heterogeneous GPUs":
             facts = DeviceFacts("cpu", 1 << 30, 1 << 30, model=["a fast GPU", "a slow GPU"][rank])
@@ -81,8 +81,8 @@ def test_speeds_are_rounded_and_relative_to_the_first_process(monkeypatch: pytes
         def gather_objects(self, own: float) -> list[float]:
             return [own, 2 * own, own, own / 3]
 
-    monkeypatch.setattr(speeds, "block_seconds", lambda *_, **__: 0.7)
-    assert speeds.measure_speeds(None, None, Four(), None) == (1.0, 0.5, 1.0, 3.08)  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "block_seconds", lambda *_, **__: 0.7)
+    assert measure.measure_speeds(None, None, Four(), None) == (1.0, 0.5, 1.0, 3.08)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])

@@ -314,3 +314,12 @@ def hidden_seconds(layer: LayerCost, own: Seconds, link: Level) -> float:
         return 0.0
     per_operation = own.backward / layer.backward.flops
     return sum(min(beside.sum.seconds(link), beside.flops * per_operation) for beside in layer.sums_beside)
+
+
+def rated_speeds(costs: ModelCosts, devices: Sequence[Device]) -> tuple[float, ...]:
+    """The speed of each device relative to the first one, by their data sheets, for the layers of a model."""
+    dtype = costs.compute_dtype
+    seconds = [
+        sum(estimated_seconds(layer, dtype, device).of_micro_batch() for layer in costs.layers) for device in devices
+    ]
+    return tuple(float(f"{seconds[0] / total:.3g}") for total in seconds)
