@@ -50,7 +50,9 @@ def way_of(plan: Plan) -> str:
 
 
 def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    """The configuration with `offload_weights`, which it leaves open, decided in every way that is worth a try."""
+    """The configuration with its `offload_weights` decided in every way that is worth a try."""
+    if config.visits.offload_weights != AUTO:
+        return [config]
     # All weights of dealt stages visit.
     ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
     return [config.replace(offload_weights=visitors) for visitors in ways]
