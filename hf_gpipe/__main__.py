@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 
-from hf_gpipe.errors import EXIT_USER_ERROR, nearest
+from hf_gpipe.errors import EXIT_USER_ERROR, UserError, nearest
 
 #: The modules of `commands` that are commands, with what they do.
 COMMANDS = {
@@ -44,14 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hf_gpipe.commands.base import flushed
 
         return flushed(lambda: print(USAGE) or (0 if name else EXIT_USER_ERROR))
+    if name == "--complete":
+        from hf_gpipe.commands.completion import complete
+
+        print("\n".join(complete(COMMANDS)))
+        return 0
     if name == "--version":
         print(_versions())
         return 0
-    print(
-        f"error: {name!r} is not a command; it must be one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}",
-        file=sys.stderr,
-    )
-    return EXIT_USER_ERROR
+    from hf_gpipe.commands.base import fail
+
+    names = ", ".join(COMMANDS)
+    return fail(UserError(f"{name!r} is not a command; it must be one of {names}{nearest(name, COMMANDS)}"))
 
 
 def _versions() -> str:

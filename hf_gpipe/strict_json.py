@@ -86,10 +86,10 @@ def parse(
     return value
 
 
-def fit(value: Any, shape: Any, source: str, *, error: type[UserError] = CheckpointError) -> None:
-    """Raise `error` unless a JSON value has a type; the arguments are those of `parse`."""
+def fit(value: Any, shape: Any, source: str, *, error: type[UserError] = CheckpointError) -> Any:
+    """A JSON value as one of a type. Raises `error` where it is none; the arguments are those of `parse`."""
     try:
-        _adapter(shape).validate_python(value, strict=True)
+        return _adapter(shape).validate_python(value, strict=True)
     except ValidationError as caught:
         first = caught.errors(include_url=False, include_context=False)[0]
         key, content = "", value
@@ -101,7 +101,7 @@ def fit(value: Any, shape: Any, source: str, *, error: type[UserError] = Checkpo
         if first["type"] == "missing":
             place = f" in {key}" if key else ""
             raise error(f"{source} is damaged: {str(first['loc'][-1])!r} is missing{place}") from None
-        allowed = re.sub(r"^Input should be ", "", first["msg"])
+        allowed = re.sub(r"^Input should be | or (an )?instance of \w+$", "", first["msg"])
         raise error(f"{source} is damaged: {key or 'it'} is {show(content)}, expected {allowed}") from None
 
 

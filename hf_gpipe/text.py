@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Container, Iterable, Sequence
 from html import escape
 from itertools import groupby
 from types import NoneType
-from typing import Any
+from typing import Any, TextIO
 
 _COUNTS = (("B", 10**9), ("M", 10**6), ("k", 10**3))
 _WORDS: dict[type, str] = {
@@ -20,6 +21,17 @@ _WORDS: dict[type, str] = {
     tuple: "a list",
     dict: "a mapping",
 }
+
+
+#: Colours of a terminal.
+RED, GREEN, YELLOW = 31, 32, 33
+
+
+def coloured(text: str, colour: int, stream: TextIO) -> str:
+    """Bold text in a colour, where the stream it is written to is a terminal and NO_COLOR is not set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[1;{colour}m{text}\033[0m"
 
 
 def seconds_text(seconds: float) -> str:

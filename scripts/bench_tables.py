@@ -31,7 +31,6 @@ from validate_planner import RETURN_FREED, peak, train
 
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.planner.costs.measure import this_machine
-from hf_gpipe.planner.memory import graph_bytes
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, best_plan, can_run
 from hf_gpipe.planner.search.listed import with_table
@@ -53,7 +52,7 @@ def limits(planner: Planner, free: PipelineConfig, graphs: float) -> tuple[int, 
     """For each process the bytes that it needs with so many graphs: under `naive` it has one at a time."""
     plan = best_plan(planner, free.replace(num_stages=2, schedule="naive", recompute="none"))
     return tuple(
-        int(process.memory.total + (graphs - 1) * graph_bytes(plan.layout.sums, stage))
+        int(process.memory.total + (graphs - 1) * plan.layout.sums.graph_bytes(stage))
         for process, stage in zip(plan.processes, plan.layout.stages, strict=True)
     )
 

@@ -39,9 +39,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import pipeline
-from hf_gpipe.checkpoint import directory, save, state
+from hf_gpipe.checkpoint import directory, save
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
-from hf_gpipe.checkpoint.together import PATIENCE
+from hf_gpipe.checkpoint.save import PATIENCE
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.job.world import World
 from hf_gpipe.runtime import batches, generation, stage
@@ -89,8 +89,9 @@ PHASES = {
     "recompute": Place(stage.Stage, "recompute", 7, "stage {process}, action {process}R"),
     "backward": Place(stage.Stage, "backward", 8, "stage {process}, action {process}B0"),
     "update": Place(pipeline.Pipeline, "clip_grad_norm_", 4, "training step 4"),
-    "weights": Place(save, "save_file", 2, "saving checkpoint-4"),
-    "state": Place(state, "save_file", 2, "saving checkpoint-4"),
+    # A process writes a file of weights and one of state for each checkpoint.
+    "weights": Place(save, "save_file", 3, "saving checkpoint-4"),
+    "state": Place(save, "save_file", 4, "saving checkpoint-4"),
     "publish": Place(directory, "replace_directory", 2, "saving checkpoint-4", (0,)),
     "evaluation": Place(stage.Stage, "evaluate", 2, "stage {process}, action {process}F1"),
     "generation": Place(generation.Generator, "generate", 1, "translating"),

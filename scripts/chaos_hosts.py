@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch.distributed import run as torchrun
 
-from hf_gpipe.checkpoint import state
+from hf_gpipe.checkpoint import save
 from hf_gpipe.commands.launch import main as launch
 from hf_gpipe.job.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train
@@ -266,7 +266,7 @@ def is_in(phase: str, note: str, step: int = STEPS) -> bool:
 
 def linger(phase: str) -> None:
     """Let this process stay for a while where it first comes to a phase; it saves slowly to be struck there."""
-    note, save_file = Job.note, state.save_file
+    note, save_file = Job.note, save.save_file
     left = [LINGER_SECONDS]
 
     def noting(job: Job, work: str) -> None:
@@ -274,11 +274,12 @@ def linger(phase: str) -> None:
         if left and is_in(phase, work):
             time.sleep(left.pop())
 
-    def saving(*args: object, **kwargs: object) -> None:
-        time.sleep(LINGER_SECONDS if phase == "saving" else 0.0)
-        save_file(*args, **kwargs)  # type: ignore[arg-type]
+    def saving(tensors: Any, file: Path, **kwargs: Any) -> None:
+        if phase == "saving" and file.name.startswith("optimizer"):
+            time.sleep(LINGER_SECONDS)
+        save_file(tensors, file, **kwargs)
 
-    Job.note, state.save_file = noting, saving  # type: ignore[method-assign,assignment]
+    Job.note, save.save_file = noting, saving  # type: ignore[method-assign,assignment]
 
 
 def printed_command(words: list[str]) -> list[str]:

@@ -27,11 +27,12 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.commands.plan import read_request
-from hf_gpipe.planner.memory import MemoryEstimate, stage_amounts
+from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.picture import draw_plan
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.schedule import Costs, build, simulate
 from hf_gpipe.schedule.draw import draw_png, figure
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import occupancy
 from scripts.your_model import command, device, memory_gib
 
@@ -112,7 +113,8 @@ def memory(path: Path) -> None:
         sums = of.layout.sums
         for process, stage in zip(of.processes, of.layout.stages, strict=True):
             panel, number = panels[process.number, column], process.number
-            amounts = stage_amounts(sums, stage, sums.held(*stage.run).trainable_bytes, 0)
+            gradients = {"gradients": sums.held(*stage.run).trainable_bytes}
+            amounts = {**sums.amounts(stage), Held.WEIGHT_GRADIENTS: gradients}
             levels = [(0, {}), *occupancy(of.timeline, {number: amounts}, number)]
             times = [float(time) for time, _ in levels] + [of.step_seconds]
             fixed = {"parameters": process.memory.parameters, "optimizer": process.memory.optimizer}

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from pages import block, write
-from trainer_tables import ATTRIBUTES, IRRELEVANT, LIMITS, METHODS, SUPPORTED
+from trainer_tables import ATTRIBUTES, FIXED, IRRELEVANT, LACKING, LIMITS, METHODS, READ_ONLY, SUPPORTED
 from transformers import TrainingArguments
 
 from hf_gpipe.commands import check, generate, launch, merge, plan, simulate
@@ -31,15 +31,13 @@ from hf_gpipe.settings.words import describe
 from hf_gpipe.tasks.sft import PipelineSFTConfig
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, REFUSED
-from hf_gpipe.training.surface import FIXED, READ_ONLY
-from hf_gpipe.training.surface import REFUSED as SURFACE_REFUSED
 
 SURFACE = {
     "called, also an override": METHODS,
     "called; an override is an error": FIXED,
     "attribute, may be set": ATTRIBUTES,
     "attribute, only to be read": READ_ONLY,
-    "not supported": {name: note for name, note in SURFACE_REFUSED.items() if not name.startswith("_")},
+    "not supported": LACKING,
 }
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 

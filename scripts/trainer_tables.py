@@ -97,3 +97,72 @@ ATTRIBUTES = {
     "state": "",
     "train_dataset": "",
 }
+
+_ROWS = "give the trainer the dataset and a data_collator; train_sampling_strategy sets the order"
+_STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
+#: Methods that the trainer has, and that may not be overridden since it would not call them. Name -> note.
+FIXED = {
+    "get_train_dataloader": f"the mini-batches of epoch 0; to change them {_ROWS}",
+    "get_eval_dataloader": "the mini-batches; to change them give another eval_dataset or data_collator",
+    "get_test_dataloader": "the mini-batches; to change them give another dataset or data_collator",
+    "num_examples": "the rows of a dataset",
+    "get_num_trainable_parameters": "counts the whole model, in every process",
+    "get_total_train_batch_size": "the rows of an update; set per_device_train_batch_size",
+    "is_local_process_zero": "the processes are the launcher's",
+    "is_world_process_zero": "the processes are the launcher's",
+}
+
+#: Attributes that the trainer has, and that may not be set. Name -> note.
+READ_ONLY = {
+    "model": "`Pipeline.model`, the Hugging Face model with the trained tensors; other processes' tensors are on meta",
+    "model_wrapped": "the same as `model`: nothing is wrapped around it",
+    "compute_loss_func": "give it to the constructor",
+    "hub_model_id": "set `hub_model_id` of the arguments",
+    "is_in_train": "",
+    "label_names": "the labels of a mini-batch are its entry 'labels'",
+    "deepspeed": "None",
+    "is_deepspeed_enabled": "False",
+    "is_fsdp_enabled": "False",
+    "is_fsdp_xla_enabled": "False",
+    "is_fsdp_xla_v1_enabled": "False",
+    "is_fsdp_xla_v2_enabled": "False",
+}
+
+#: Public methods and attributes that the trainer lacks. Name -> why, and what to use instead.
+LACKING = {
+    name: note
+    for note, names in {
+        "give the constructor a compute_loss_func, or set label_smoothing_factor or logit_clipping": (
+            "compute_loss label_smoother model_accepts_loss_kwargs can_return_loss loss_is_scaled_for_ga"
+        ),
+        "use bf16 or fp16": "compute_loss_context_manager autocast_smart_context_manager",
+        _STEP: "training_step",
+        "gradient_accumulation_steps sets how many mini-batches a step has": "get_batch_samples",
+        "set max_steps or num_train_epochs": "set_initial_training_values",
+        "read gradient_accumulation_steps of the arguments": "current_gradient_accumulation_steps",
+        "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict": (
+            "evaluation_loop prediction_step"
+        ),
+        "predict gives every process all predictions": "gather_function",
+        "set generation_config of the arguments": "load_generation_config",
+        "include_num_input_tokens_seen and metrics.jsonl have tokens; state.total_flos has operations": (
+            "floating_point_ops store_flos current_flos"
+        ),
+        "no Accelerator is used; the processes are `trainer.world`, the stages `trainer.pipe`": (
+            "accelerator create_accelerator_and_postprocess"
+        ),
+        "the Pipeline chooses the device; set use_cpu, or give a Pipeline with device": "place_model_on_device",
+        "look at trainer.world": "is_model_parallel",
+        "it belongs to another way to spread a model over devices": (
+            "is_distributed_loading_by_transformers get_cp_size get_sp_size get_tp_size"
+        ),
+        "set neftune_noise_alpha of the arguments": "neftune_noise_alpha",
+        "set neftune_noise_alpha of the arguments; the noise is that of the stages' models": "neftune_hook_handle",
+        "use push_to_hub; set hub_strategy": "push_in_progress",
+        "run one training for each choice": (
+            "hyperparameter_search hp_name hp_search_backend hp_space compute_objective objective"
+        ),
+        "nothing is prepared for an evaluation": "model_preparation_time",
+    }.items()
+    for name in names.split()
+}

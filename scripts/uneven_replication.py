@@ -31,7 +31,7 @@ from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.partition import by_cost, stages_of
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.machines.devices import LINKS, device
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.schedule.builders import build
@@ -69,7 +69,7 @@ def replications(num_devices: int) -> Iterator[tuple[int, ...]]:
         yield tuple(after - before for before, after in pairwise((0, *cuts, num_devices)))
 
 
-def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link: Level) -> Step:
+def step(sums: StageCosts, replicas: Sequence[int], num_micro_batches: int, link: Level) -> Step:
     """The fastest schedule of one replication."""
 
     def seconds(start: int, stop: int) -> float:
@@ -108,7 +108,7 @@ def main() -> None:
     num_steps = parser.parse_args().run
     adapter = adapter_for(GPTNeoXConfig(**PYTHIA_70M), autocast=Autocast(torch.bfloat16, torch.device("cpu")))
     costs = LayerTracer(adapter, as_on_gpu=True).costs(Workload(1, LENGTH, LENGTH, has_padding=False))
-    sums, link = LayerSums(costs, device("l4")), LINKS["ethernet-10"]
+    sums, link = StageCosts(costs, device("l4")), LINKS["ethernet-10"]
     seconds = (sums.seconds(i, i + 1, "none").of_micro_batch() for i in range(len(costs.layers)))
     milliseconds = " ".join(f"{1e3 * duration:.2f}" for duration in seconds)
     for num_devices, num_micro_batches in ((3, 96), (4, 48)):

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -204,6 +205,18 @@ def test_compiled_blocks_compute_the_same() -> None:
     expected = run_plain(plain, batch, 2)
     pipe = Pipeline(plain, 2, 2, recompute="none", torch_compile="aot_eager")
     assert_same(run_pipeline(pipe, batch), expected)
+
+
+def test_compiled_blocks_are_recomputed_with_the_same_dropout() -> None:
+    """Under the backend eager they were not, and only the gradients were wrong."""
+    config = tiny_config("bart", dropout=0.1)
+    plain, batch = plain_model(config), padded_batch(config)
+    options: dict[str, Any] = {"attn_implementation": "eager", "recompute": "block"}
+    torch._dynamo.reset()
+    expected = run_pipeline(Pipeline(plain, 3, 2, "1f1b", **options), batch)
+    assert_same(run_pipeline(Pipeline(plain, 3, 2, "1f1b", torch_compile="aot_eager", **options), batch), expected)
+    with pytest.raises(UserError, match=r"'eager', recompute is block and dropout is 0\.1: this backend draws other"):
+        Pipeline(plain, 3, 2, "1f1b", torch_compile="eager", **options)
 
 
 def test_blocks_of_one_kind_are_compiled_once() -> None:

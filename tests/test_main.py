@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import pty
 import subprocess
 import sys
 import tomllib
@@ -47,6 +50,54 @@ def test_the_versions_are_one_line_that_needs_no_import_of_torch() -> None:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     assert line == f"hf_gpipe {hf_gpipe.__version__}, {packages}, Python {sys.version.split()[0]}"
     assert end == "0 False"
+
+
+@pytest.mark.parametrize(
+    ("line", "candidates"),
+    [
+        ("hf-gpipe tr", ["train "]),
+        ("hf-gpipe merge --tr", ["--trust-remote-code "]),
+        ("hf-gpipe train --help tr", ["training "]),
+        ("hf-gpipe plan a.yaml --memory 1GiB pip", ["pipeline."]),
+        ("hf-gpipe train a.yaml training.max_s", ["training.max_steps="]),
+        # Files, which the shell itself offers.
+        ("hf-gpipe train rec", []),
+        ("hf-gpipe train a.yaml data.path=rec", []),
+        ("hf-gpipe trian ", []),
+    ],
+)
+def test_what_a_shell_offers(
+    line: str, candidates: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"{line} more")
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert main(["--complete", "hf-gpipe", "", ""]) == 0
+    assert capsys.readouterr().out.splitlines() == (candidates or [""])
+
+
+def test_bash_completes_a_command_line() -> None:
+    """By the line that docs/reference/commands.md gives."""
+    page = (ROOT / "docs/reference/commands.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("complete ")]
+    typed = "hf-gpipe pl\t--se\trecipes/quickst\t pipeline.num_st\t4"
+    lines = [line.replace("hf-gpipe --complete", f"{sys.executable} -m hf_gpipe --complete")]
+    lines += ['hf-gpipe() { echo "typed $*"; }', typed, "exit", ""]
+    ours, theirs = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        start_new_session=True,
+        cwd=ROOT,
+    )
+    os.close(theirs)
+    os.write(ours, "\n".join(lines).encode())
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody has open
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert shell.wait() == 0
+    assert "typed plan --search recipes/quickstart.yaml pipeline.num_stages=4\r\n" in shown.decode()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -16,7 +16,7 @@ from transformers.optimization import AdafactorSchedule
 from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint.state import FOLDER
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.layout import StageLayers
+from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.runtime.shards import _wholes, treats_elements_alone
 from hf_gpipe.settings.pipeline import PipelineConfig

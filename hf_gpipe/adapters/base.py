@@ -104,8 +104,6 @@ class Adapter(ABC):
         """The number of positions, the greatest length of a text, for each stack with a table of positions."""
         return {}
 
-    #: Attributes that follow from the others.
-    derived: tuple[str, ...] = ()
     #: Names of parameters that never get a gradient.
     _constants: frozenset[str] = frozenset()
 

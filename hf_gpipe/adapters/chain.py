@@ -75,7 +75,6 @@ class Chain(Adapter):
     projection = FoundProjection((), "the last layer of a chain is not known to be a projection")
     scores_targets = False
     counted = "rows"
-    derived = ("observations", "observed", "_fake")
     #: The shapes and types of the micro-batch whose forward runs now.
     observed: Observed
 

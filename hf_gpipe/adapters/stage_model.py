@@ -236,8 +236,16 @@ class StageModel:
         Args:
             backend: the backend of torch.compile.
 
-        Raises UserError where a block has a BatchNorm, whose statistics are noted while it runs.
+        Raises UserError where a block has a BatchNorm, whose statistics are noted while it runs, or would be recomputed
+        with other random numbers.
         """
+        if backend.startswith("eager") and self.recomputes_blocks and self.adapter.dropout:
+            # Dynamo then runs torch.utils.checkpoint without the state of the random numbers: gradients are wrong.
+            name, value = next(iter(self.adapter.dropout.items()))
+            raise UserError(
+                f"torch_compile_backend is {backend!r}, recompute is block and {name} is {value}: this backend draws "
+                "other random numbers when it recomputes; use aot_eager, or let recompute be stage"
+            )
         if self.batch_norms:
             raise UserError(
                 f"torch_compile: {type(self.model).__name__} has a BatchNorm, whose statistics are noted in each "

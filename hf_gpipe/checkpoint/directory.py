@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests, check_model_files
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
-from hf_gpipe.checkpoint.save import make_directory, replace_directory
+from hf_gpipe.checkpoint.save import make_directory, replace_directory, write_once, write_together
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
-from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.checkpoint.weight_files import read_weight_map
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World
@@ -97,10 +96,9 @@ def check_whole(checkpoint: Path, world: World) -> None:
 
 def _find_damage(checkpoint: Path, world: World) -> str:
     """Why no training can resume from a checkpoint, the same in every process; empty if one can."""
-    problem, is_checked = "", True
-    try:
+
+    def check() -> None:
         digests = _digests_of(checkpoint)
-        is_checked = digests is not None
         if digests is not None:
             digests.check_share(world.rank, world.num_processes)
         else:
@@ -109,19 +107,29 @@ def _find_damage(checkpoint: Path, world: World) -> str:
         read_state(checkpoint)
         read_trainer_state(checkpoint)
         _weights(checkpoint)
+        if digests is None and world.is_main:
+            logger.warning(
+                "%s was written by an older version, without digests: its content is not checked", checkpoint
+            )
+
+    return _first_problem(check, world)
+
+
+def _first_problem(check: Callable[[], None], world: World) -> str:
+    """The first CheckpointError of a check that every process makes, the same in every process; empty if none."""
+    problem = ""
+    try:
+        check()
     except CheckpointError as error:
         problem = str(error)
-    damage = next((problem for problem in world.gather_objects(problem) if problem), "")
-    if not damage and not is_checked and world.is_main:
-        logger.warning("%s was written by an older version, without digests: its content is not checked", checkpoint)
-    return damage
+    return next((problem for problem in world.gather_objects(problem) if problem), "")
 
 
 def _digests_of(checkpoint: Path) -> Digests | None:
     """The digests of a checkpoint; None for one without. Raises CheckpointError if they are lost or another one's."""
     digests = Digests.read(checkpoint)
     if digests is None:
-        if read_state(checkpoint).has_digests:
+        if read_state(checkpoint).run.has_digests:
             raise CheckpointError(f"{checkpoint / DIGESTS_FILE} is missing, so the checkpoint cannot be checked")
         return None
     name = _NAME.fullmatch(checkpoint.name)
@@ -289,8 +297,8 @@ def find_model_damage(checkpoint: Path, world: World, *, checks_bytes: bool) -> 
         world: the processes; every one must call this function.
         checks_bytes: whether the tensors are read too, by each process its share; otherwise only the headers.
     """
-    problem = ""
-    try:
+
+    def check() -> None:
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no {checkpoint}")
         check_model_files(checkpoint)
@@ -298,9 +306,8 @@ def find_model_damage(checkpoint: Path, world: World, *, checks_bytes: bool) -> 
         if digests is not None:
             parts = [part for file in files for part in digests.parts(file)]
             digests.check(parts[world.rank :: world.num_processes] if checks_bytes else [])
-    except CheckpointError as error:
-        problem = str(error)
-    return next((problem for problem in world.gather_objects(problem) if problem), "")
+
+    return _first_problem(check, world)
 
 
 def _weights(checkpoint: Path) -> list[str]:

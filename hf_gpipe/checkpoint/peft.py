@@ -11,20 +11,16 @@ from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
-from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.save import delete_earlier, publish_files, write_configuration
-from hf_gpipe.checkpoint.together import write_once
+from hf_gpipe.checkpoint.digests import Digests
+from hf_gpipe.checkpoint.save import write_configuration
 from hf_gpipe.checkpoint.weight_files import WHOLE_NUMBERS
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.mesh import Mesh
 
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
@@ -90,59 +86,13 @@ def write_adapter_configuration(adapter: Adapter, folder: Path) -> None:
         write_configuration(adapter, folder)
 
 
-def pending_adapters(
-    directory: Path,
-    models: Mapping[int, StageModel],
-    world: Mesh,
-    peft: PeftAdapter,
-    *,
-    is_complete: bool,
-) -> PendingWrite:
-    """The adapters of all stages, to be written into one file, with digests. Every process must call it.
-
-    The tensors are gathered in the main process, which writes, because PEFT has no sharded adapters; they are small.
-    The directory is that of `save.prepare`; the tensors are read by `PendingWrite.write`. `is_complete` is as of
-    `save.delete_earlier`.
-    """
-    base = next(iter(models.values())).adapter.config.name_or_path
-    files: Files = {}
-    for stage, model in models.items():
-        if world.is_in_first_replica(stage):
-            tensors = {saved: model.whole(own, tensor) for saved, own, tensor in _tensors(model, peft)}
-            if world.leads(stage):
-                files[stage] = tensors
-
-    def write(files: Files) -> dict[str, Entry]:
-        parts = world.gather_objects({name: t for own in files.values() for name, t in on_cpu(own).items()})
-
-        def write_file() -> None:
-            tensors: dict[str, torch.Tensor] = {}
-            for name, tensor in sorted((name, tensor) for part in parts for name, tensor in part.items()):
-                # The format has no tensors that share memory.
-                is_tied = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
-                tensors[name] = tensor.clone() if is_tied else tensor.contiguous()
-            temporary = directory / f".{WEIGHTS_NAME}.tmp"
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            with digests.updated(directory) as entries:
-                new = {WEIGHTS_NAME: digests.entry_of_tensors(temporary, tensors), **publish_files(directory)}
-                temporary.replace(directory / WEIGHTS_NAME)
-                entries |= new
-                if not base or Path(base).resolve() != directory.resolve():  # adapters may stand beside their model
-                    delete_earlier(directory, entries, new, is_complete=is_complete)
-
-        write_once(directory, world, write_file)
-        return {}
-
-    return PendingWrite(files, write)
-
-
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:
     """Copy saved adapters into the stages' adapters, in place.
 
     Raises CheckpointError if the file is missing or damaged, or lacks one of a stage's tensors.
     """
     file = directory / WEIGHTS_NAME
-    of_stages = [list(_tensors(model, peft)) for model in models.values()]
+    of_stages = [list(adapter_tensors(model, peft)) for model in models.values()]
     names = {name for tensors in of_stages for name, _, _ in tensors}
     with digests.advising():
         if (written := Digests.read(directory)) is not None:
@@ -154,7 +104,7 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
                 tensor.copy_(model.part(own, saved.get_tensor(name)))
 
 
-def _tensors(model: StageModel, peft: PeftAdapter) -> Iterator[tuple[str, str, torch.Tensor]]:
+def adapter_tensors(model: StageModel, peft: PeftAdapter) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (name in PEFT's files, name in the stage, this rank's part) of each tensor of a stage's adapters."""
     ties = model.model.all_tied_weights_keys
     for saved, own in peft.saved_names(model.model).items():

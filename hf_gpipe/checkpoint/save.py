@@ -1,4 +1,4 @@
-"""Save a model in Hub format from all processes; a crash leaves the old checkpoint or the new one."""
+"""Files of a saved model: each is written beside the old ones, and then made the directory's, with its digest."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.checkpoint import digests, hub
-from hf_gpipe.checkpoint.copies import Files, PendingWrite
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import Entry
-from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.checkpoint.weight_files import DISTRIBUTED
 from hf_gpipe.errors import CheckpointError, HfGpipeError, UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, custom_object_save
-from hf_gpipe.runtime.mesh import Mesh
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
@@ -35,6 +34,12 @@ _WEIGHTS = re.compile(
 _OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|model\.safetensors\.index\.json|(generation_)?config\.json")
 #: The folder in which small files wait until everything else is written.
 _PREPARED = ".config.tmp"
+#: Without it, transformers does not read a file.
+_OF_TORCH = {"format": "pt"}
+#: How many time limits of messages the processes wait for one that writes: a disk may be slow, or may not answer.
+PATIENCE = 6
+
+Value = TypeVar("Value")
 
 
 class Shard(NamedTuple):
@@ -45,66 +50,9 @@ class Shard(NamedTuple):
     entry: Entry
 
 
-def pending_model(
-    directory: Path,
-    models: Mapping[int, StageModel],
-    owner_stage: Mapping[str, int],
-    world: Mesh,
-    *,
-    is_complete: bool,
-) -> PendingWrite:
-    """A model that is to be written: one safetensors shard per stage, the index, digests of all these.
-
-    The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then what is left of an earlier save is deleted. The tensors are read by `PendingWrite.write`.
-
-    Args:
-        directory: where to write, after `prepare`; files in it that no save has written stay.
-        models: the stages of this process, by number.
-        owner_stage: for each parameter of the whole model, the stage that writes it.
-        world: the processes; every one must call this function.
-        is_complete: as of `delete_earlier`.
-    """
-    num_stages = world.placement.num_stages
-    taken = world.is_main and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
-    tag = world.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[world.main]
-    files: Files = {}
-    for stage, model in models.items():
-        if world.is_in_first_replica(stage):  # each file is written once
-            names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
-            tensors = hub.saved_tensors(model, names)
-            if world.leads(stage):
-                files[stage] = tensors
-
-    def write_shards(files: Files) -> dict[str, Shard]:
-        written = {}
-        for stage in sorted(files):
-            tensors = hub.in_hub_form(models[stage], files.pop(stage))
-            if not tensors:
-                continue
-            file = f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-            written[file] = write_shard(directory / file, tensors)
-        return written
-
-    def write(files: Files) -> dict[str, Entry]:
-        shards: dict[str, Shard] = {}
-        for part in write_together(directory, world, lambda: write_shards(files), dict[str, Shard]):
-            shards.update(part)
-
-        write_once(directory, world, lambda: publish(directory, shards, is_complete=is_complete))
-        return {}
-
-    return PendingWrite(files, write)
-
-
-def prepare(directory: Path, world: Mesh, *writes: Callable[[Path], Any] | None) -> None:
-    """`prepare_files` by the main process, in a directory that is made if needed. Every process must call it.
-
-    Raises:
-        UserError: on every process, if a file cannot be written, or something has no form in a file.
-    """
-    world.from_main(lambda: make_directory(directory))
-    write_once(directory, world, lambda: prepare_files(directory, *writes))
+def has_shards(directory: Path) -> bool:
+    """Whether a directory has shards of a saved model."""
+    return any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
 
 
 def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
@@ -179,6 +127,40 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def write_together(directory: Path, world: World, write: Callable[[], Value], kind: Any = None) -> list[Value]:
+    """Call `write` in every process, and return its values in order of rank. Every process must call it.
+
+    Args:
+        directory: where `write` writes to, for the error message.
+        world: the processes.
+        write: returns a small value.
+        kind: the type of the value, as of `World.from_main`.
+
+    Raises:
+        CheckpointError: on every process, if one of them cannot write. A UserError of one is raised on every process.
+    """
+
+    def attempt() -> Value:
+        try:
+            return write()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"process {world.rank} cannot write into {directory}: {' '.join(str(error).split())}; earlier "
+                "checkpoints are unchanged; make room there, or correct the permissions, and start again"
+            ) from error
+
+    return world.from_each(attempt, kind, takes_long=True, limits=PATIENCE)
+
+
+def write_once(directory: Path, world: World, write: Callable[[], None]) -> None:
+    """Call `write` in the main process only, once every process has called this function.
+
+    Raises CheckpointError, on every process, if the main process cannot write into `directory`.
+    """
+    world.barrier()
+    write_together(directory, world, lambda: write() if world.is_main else None)
+
+
 def replace_directory(temporary: Path, final: Path) -> None:
     """Rename a complete new directory to `final`; an older directory of that name is deleted afterwards."""
     if final.exists():
@@ -212,10 +194,10 @@ def write_configuration(adapter: Adapter, folder: Path) -> None:
         reference.generation_config.save_pretrained(folder)
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = _OF_TORCH) -> Shard:
     """Write tensors, contiguous and on the CPU, into a safetensors file, or none of it. Raises OSError."""
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file(dict(tensors), path, metadata=metadata)
     except Exception:
         path.unlink(missing_ok=True)
         raise
@@ -223,36 +205,45 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     return Shard(sizes, digests.entry_of_tensors(path, tensors))
 
 
-def publish(directory: Path, shards: Mapping[str, Shard], *, is_complete: bool = True) -> None:
-    """Make the written shards and the prepared files the directory's checkpoint, with digests, in the main process.
+def publish(directory: Path, shards: Mapping[str, Shard]) -> None:
+    """Make the written shards and the prepared files the directory's model, with digests, in the main process."""
+    with digests.updated(directory) as entries:
+        publish_shards(directory, shards, entries, is_complete=True)
+
+
+def publish_shards(
+    directory: Path, shards: Mapping[str, Shard], entries: dict[str, Entry], *, is_complete: bool
+) -> None:
+    """Like `publish`, inside of `digests.updated`. The file that makes shards a model is written last, then what is
+    left of an earlier save is deleted.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the model.
         shards: the written ones, by their files.
+        entries: the digests of the directory.
         is_complete: as of `delete_earlier`.
     """
-    with digests.updated(directory) as entries:
-        new = publish_files(directory)
-        if len(shards) == 1:
-            (file, shard) = next(iter(shards.items()))
-            (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
-            new[SAFE_WEIGHTS_NAME] = shard.entry
-            (directory / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
-        else:
-            sizes = [size for shard in shards.values() for size in shard.sizes.values()]
-            content = {
-                "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
-                "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
-            }
-            new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
-            new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-            new[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
-            new_index.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
-            new |= {file: shard.entry for file, shard in shards.items()}
-        entries |= new
-        # Whoever has written them, these weights would be read in place of the new ones.
-        others = {path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name)}
-        delete_earlier(directory, entries, new, others, is_complete=is_complete)
+    new = publish_files(directory)
+    if len(shards) == 1:
+        (file, shard) = next(iter(shards.items()))
+        (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
+        new[SAFE_WEIGHTS_NAME] = shard.entry
+        (directory / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+    else:
+        sizes = [size for shard in shards.values() for size in shard.sizes.values()]
+        content = {
+            "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
+            "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
+        }
+        new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
+        new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        new[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
+        new_index.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
+        new |= {file: shard.entry for file, shard in shards.items()}
+    entries |= new
+    # Whoever has written them, these weights would be read in place of the new ones.
+    others = {path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    delete_earlier(directory, entries, new, others, is_complete=is_complete)
 
 
 def delete_earlier(

@@ -14,26 +14,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, Required
+from typing import Any, Required
 
 import numpy as np
 import torch
-from pydantic import FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import TrainerState
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.run_state import Progress, RunState
-from hf_gpipe.checkpoint.together import write_once, write_together
+from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.text import show
 
@@ -47,9 +42,6 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
 OfParameter = Callable[[str, torch.Tensor], torch.Tensor]
 """(name of a parameter, tensor of its optimizer's state) -> the tensor in another form."""
-WholeOf = Callable[[str, torch.Tensor], torch.Tensor | None]
-"""(name of a parameter, tensor of its optimizer's state) -> the whole tensor; None where another process writes it."""
-
 
 Values = dict[str, Any]
 _Optimizer = TypedDict(
@@ -57,12 +49,13 @@ _Optimizer = TypedDict(
 )
 
 
-class _Content(TypedDict):
-    """The content of state.json."""
+class SavedState(BaseModel):
+    """The content of a checkpoint's state.json."""
 
     optimizer: _Optimizer
-    progress: Progress
-    scheduler: NotRequired[Values | None]
+    """Its class, groups and files, and the values of its state that are not tensors."""
+    run: RunState = Field(alias="progress")
+    scheduler: Values | None = None
 
 
 class _LogLine(TypedDict, total=False):
@@ -89,131 +82,40 @@ class _TrainerState(TypedDict, total=False):
     stateful_callbacks: dict[str, Values | list[Values]]
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """The content of a checkpoint's state.json.
-
-    Attributes:
-        optimizer: its class, groups and files, and the values of its state that are not tensors.
-        scheduler: its state; None without one.
-        run: how far the training had come.
-        has_digests: whether a file of digests belongs to the checkpoint.
-    """
-
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any] | None
-    run: RunState
-    has_digests: bool
-
-
-def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def has_state(checkpoint: Path) -> bool:
     """Whether a training can resume from this directory."""
     return (checkpoint / FOLDER / STATE_FILE).is_file()
 
 
-def pending_state(
-    checkpoint: Path,
-    parameters: Parameters,
-    stage_of: Mapping[str, int],
-    optimizer: torch.optim.Optimizer,
-    scheduler: Scheduler | None,
-    run: RunState,
-    world: Mesh,
-    shards: Shards | None = None,
-    whole_of: WholeOf = _as_it_is,
-) -> PendingWrite:
-    """The state of a training, to be written into a checkpoint's directory. Every process must call it.
+def json_of_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState) -> dict[str, Any]:
+    """The content of state.json, but for the files and the values of the optimizer's state.
 
-    What is not a tensor is read now, the tensors by `PendingWrite.write`. That returns the digests of the files that
-    all processes have written; that of state.json is valid in the main process only.
-
-    Args:
-        checkpoint: an existing directory, the same for all processes.
-        parameters: this process's, by name.
-        stage_of: the stage of each parameter.
-        optimizer: of these parameters.
-        scheduler: of this optimizer, if any.
-        run: how far the training has come. The main process's is kept.
-        world: the processes.
-        shards: whose state the optimizer of each replica has; the file has that of whole parameters. None: it has all.
-        whole_of: the whole tensor from the part of it that this process has; see `StageParameters.whole`.
-
-    Raises:
-        CheckpointError: a value of the optimizer or the scheduler has no JSON form; or, on every process, one of them
-            cannot write.
+    Raises CheckpointError for a value that has no JSON form.
     """
-    folder = checkpoint / FOLDER
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    tensors: Files = {stage: {} for stage in world.local_stages}
-    values: dict[str, dict[str, Any]] = {}
-    states = {names[parameter]: slots for parameter, slots in optimizer.state.items()}
-    for name, slots in (states if shards is None else shards.gathered(states)).items():
-        if not world.is_in_first_replica(stage_of[name]):  # replicas have the same state
-            continue
-        for slot, value in slots.items():
-            if isinstance(value, torch.Tensor):
-                whole = whole_of(name, value)
-                if whole is not None and world.leads(stage_of[name]):
-                    tensors[stage_of[name]][f"{name}/{slot}"] = whole
-            elif world.leads(stage_of[name]):
-                values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
-    groups, schedule, progress = _in_json(optimizer, scheduler, run)
-
-    def write_slots(tensors: Files) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
-        folder.mkdir(exist_ok=True)
-        files = {}
-        for stage in sorted(tensors):
-            if shard := on_cpu(tensors.pop(stage)):
-                file = f"optimizer-{stage + 1:05d}-of-{world.placement.num_stages:05d}.safetensors"
-                save_file(shard, folder / file)
-                files[file] = digests.entry_of_tensors(folder / file, shard)
-        return files, values
-
-    def write(tensors: Files) -> dict[str, Entry]:
-        parts = write_together(checkpoint, world, lambda: write_slots(tensors))
-        files = {file: entry for part_files, _ in parts for file, entry in part_files.items()}
-        saved = {
-            "class": _class_name(optimizer),
-            "groups": groups,
-            "files": sorted(files),
-            "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
-        }
-        content = {"format": FORMAT, "optimizer": saved, "scheduler": schedule, "progress": progress}
-        text = json.dumps(content, indent=1) + "\n"
-
-        def publish() -> None:
-            temporary = folder / f".{STATE_FILE}.tmp"
-            temporary.write_text(text)
-            temporary.replace(folder / STATE_FILE)
-
-        # Written last: a directory with this file is complete.
-        write_once(checkpoint, world, publish)
-        files[STATE_FILE] = digests.digest(text.encode())
-        return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
-
-    return PendingWrite(tensors, write)
+    schedule = None if scheduler is None else as_json(scheduler.state_dict(), "the scheduler's state")
+    groups = as_json(options_of_groups(optimizer), "an optimizer's option")
+    progress = as_json({**dict(run), "position": dict(run.position), "has_digests": True}, "progress")
+    saved = {"class": _class_name(optimizer), "groups": groups}
+    return {"format": FORMAT, "optimizer": saved, "scheduler": schedule, "progress": progress}
 
 
-def _in_json(
-    optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState
-) -> tuple[Any, Any, dict[str, Any]]:
-    """The optimizer's options, the scheduler's state and the progress as JSON. Raises CheckpointError."""
-    groups = _json(options_of_groups(optimizer), "an optimizer's option")
-    schedule = None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state")
-    return groups, schedule, _json({"has_digests": True, **asdict(run)}, "progress")
+def write_state(checkpoint: Path, content: dict[str, Any]) -> dict[str, Entry]:
+    """Write state.json, once everything else of the state is written. Returns its digest, by its name."""
+    file, temporary = checkpoint / FOLDER / STATE_FILE, checkpoint / FOLDER / f".{STATE_FILE}.tmp"
+    file.parent.mkdir(exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    temporary.write_text(text)
+    temporary.replace(file)
+    return {f"{FOLDER}/{STATE_FILE}": digests.digest(text.encode())}
 
 
 def check_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState) -> None:
-    """Raise CheckpointError for a value that `pending_state` could not save."""
-    _in_json(optimizer, scheduler, run)
+    """Raise CheckpointError for a value that could not be saved."""
+    json_of_state(optimizer, scheduler, run)
     for slots in optimizer.state.values():
         for slot, value in slots.items():
             if not isinstance(value, torch.Tensor):
-                _json(value, f"optimizer state {slot!r}")
+                as_json(value, f"optimizer state {slot!r}")
 
 
 def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -227,12 +129,12 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     shards: Shards | None = None,
-    part_of: OfParameter = _as_it_is,
+    part_of: OfParameter = lambda name, tensor: tensor,
 ) -> None:
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
     Args:
-        checkpoint: a directory that `pending_state` was for.
+        checkpoint: a directory that `CheckpointWriter` has written.
         parameters: this process's, by name; only their state is read.
         optimizer: of these parameters, of the class that was saved.
         scheduler: of this optimizer, if any.
@@ -280,7 +182,11 @@ def load_state(
     try:
         optimizer.load_state_dict(state)
         if scheduler is not None and content.scheduler is not None:
-            _check_scheduler(scheduler, content.scheduler, file)
+            current = scheduler.state_dict()
+            for name, value in content.scheduler.items():
+                if name not in current:  # its own loading takes any name
+                    raise ValueError(f"the scheduler has no {name!r}")
+                _check_like(current[name], value, f"{file} is damaged: scheduler.{name}")
             scheduler.load_state_dict(content.scheduler)
     except CheckpointError:
         raise
@@ -289,18 +195,6 @@ def load_state(
             f"{file} does not fit the optimizer and its scheduler: {error!r}; resume with "
             "those that were saved, or from another checkpoint"
         ) from error
-
-
-def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for a saved name that the scheduler does not have; its own loading takes any name.
-
-    Raises CheckpointError for a value of another kind than the scheduler's.
-    """
-    current = scheduler.state_dict()
-    for name, value in saved.items():
-        if name not in current:
-            raise ValueError(f"the scheduler has no {name!r}")
-        _check_like(current[name], value, f"{file} is damaged: scheduler.{name}")
 
 
 def _check_like(current: Any, saved: Any, what: str) -> None:
@@ -345,15 +239,12 @@ def read_state(checkpoint: Path) -> SavedState:
     content = strict_json.read(path, dict[str, Any], allows_nan=True)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
-    strict_json.fit(content, _Content, str(path))
-    optimizer, progress = content["optimizer"], content["progress"]
-    for file in optimizer["files"]:
+    saved: SavedState = strict_json.fit(content, SavedState, str(path))
+    for file in saved.optimizer["files"]:
         # The checkpoint may be of unknown origin: a name must not lead out of it.
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{path}: optimizer.files names {file!r}, which is not a file of a training's state")
-    return SavedState(
-        optimizer, content.get("scheduler"), RunState.from_json(progress), progress.get("has_digests", False)
-    )
+    return saved
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
@@ -399,16 +290,16 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _json(value: Any, what: str) -> Any:
+def as_json(value: Any, what: str) -> Any:
     """Return `value` in a form that JSON restores unchanged, except that tuples become lists, and scalars numbers."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:  # of Adafactor's own schedule, say
         return value.item()
     if isinstance(value, list | tuple):
-        return [_json(entry, what) for entry in value]
+        return [as_json(entry, what) for entry in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _json(entry, what) for key, entry in value.items()}
+        return {key: as_json(entry, what) for key, entry in value.items()}
     raise CheckpointError(f"{what} is a {type(value).__name__}, which a checkpoint cannot hold")
 
 

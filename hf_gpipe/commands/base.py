@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hf_gpipe.errors import EXIT_USER_ERROR, UserError, one_line
+from hf_gpipe.text import RED, coloured
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,5 +90,5 @@ def flushed(work: Callable[[], int]) -> int:
 
 def fail(error: UserError) -> int:
     """Print an error in one line; returns the exit code."""
-    print(f"error: {one_line(str(error))}", file=sys.stderr)
+    print(f"{coloured('error:', RED, sys.stderr)} {one_line(str(error))}", file=sys.stderr)
     return EXIT_USER_ERROR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.sources import is_here
+from hf_gpipe.text import GREEN, RED, coloured
 
 if TYPE_CHECKING:
     from hf_gpipe.adapters.text import TextAdapter
@@ -82,14 +84,15 @@ def _check(options: argparse.Namespace) -> int:
     except CloneError:
         raise
     except UnsupportedModelError as error:
-        print(f"verdict    not exact: {error}")
+        print(coloured(f"verdict    not exact: {error}", RED, sys.stdout))
         return 1
     dtype = str(comparison.dtype).removeprefix("torch.")
     print(f"clone      {comparison.model_class} with small sizes and random weights, in {dtype}")
     print(f"compared   loss and {comparison.num_gradients} gradients; padded rows, 2 micro-batches, recomputation")
     for count, difference in comparison.differences.items():
         print(f"{count:2} stages  largest difference {difference:.1e} of the plain model's gradient norm")
-    print(f"verdict    {'exact' if comparison.is_exact else f'not exact: {comparison}'}")
+    verdict, colour = ("exact", GREEN) if comparison.is_exact else (f"not exact: {comparison}", RED)
+    print(coloured(f"verdict    {verdict}", colour, sys.stdout))
     return 0 if comparison.is_exact else 1
 
 

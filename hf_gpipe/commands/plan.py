@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.errors import UserError
 from hf_gpipe.schedule import draw_text
+from hf_gpipe.text import GREEN, RED, YELLOW, coloured
 
 if TYPE_CHECKING:
     from hf_gpipe.commands.plan_request import PlanRequest
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1 << 20
 #: The most columns of a line, and the least; between them a terminal's own number decides.
 _WIDEST, _NARROWEST = 100, 60
-_GREEN, _RED, _YELLOW = "32", "31", "33"
 #: Tokens of a chunk, where --longest looks for the longest rows in chunks.
 _CHUNK_TOKENS = 2048
 
@@ -59,8 +58,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, lines_text, overrides, report, search_report
+    from hf_gpipe.planner.search.listed import TABLE_FILE
     from hf_gpipe.planner.search.search_all import search_all
-    from hf_gpipe.planner.search.table_file import TABLE_FILE
     from hf_gpipe.planner.search.visiting import untried
 
     if options.longest and request.planner.memory_bytes is None:
@@ -86,7 +85,7 @@ def _plan(options: argparse.Namespace) -> int:
             print(json.dumps(as_dict(best), indent=2))
         elif not options.table:
             text = report(best, verbose=options.verbose, width=width)
-            print(_coloured(text) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text)
+            print(_with_verdict(text))
             print()
         if not options.json and not request.config.is_decided:
             say("chosen", overrides(best, request.given), " \\")
@@ -113,13 +112,13 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if best.fits else 1
 
 
-def _coloured(text: str) -> str:
-    """A report with its verdict in green, in yellow where devices wait much, or in red."""
+def _with_verdict(text: str) -> str:
+    """A report whose verdict is green on a terminal, yellow where devices wait much, or red."""
     verdict = re.match(r"verdict .*(?:\n {12}.*)*", text)
     assert verdict is not None, "a report begins with it"
     is_slow = "but devices wait" in " ".join(verdict[0].split())
-    colour = _RED if re.match(r"verdict +does not", text) else _YELLOW if is_slow else _GREEN
-    return f"\033[1;{colour}m{verdict[0]}\033[0m{text[verdict.end() :]}"
+    colour = RED if re.match(r"verdict +does not", text) else YELLOW if is_slow else GREEN
+    return coloured(verdict[0], colour, sys.stdout) + text[verdict.end() :]
 
 
 def _longest(key: str, fits: Callable[[int], bool]) -> str:

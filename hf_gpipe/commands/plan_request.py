@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     import torch
 
     from hf_gpipe.adapters import Adapter
+    from hf_gpipe.losses.loss import Loss
     from hf_gpipe.partition.cluster import Cluster
+    from hf_gpipe.planner.costs.model_costs import ModelCosts
     from hf_gpipe.planner.machines.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
+    from hf_gpipe.planner.workload import Workload
     from hf_gpipe.settings.pipeline import PipelineConfig
 
 
@@ -88,7 +91,7 @@ class PlanRequest:
         elif num_devices is not None:
             keeps_stages = _is_given("pipeline.num_stages", options.overrides)
             config = _on_devices(config, num_devices, keeps_stages=keeps_stages)
-        recipe = replace(recipe, pipeline=config)
+        recipe = recipe.replace(pipeline=config)
         if options.memory is not None:
             config = config.replace(memory=limits if len(limits) > 1 else options.memory)
         elif others and config.memory is None:
@@ -122,7 +125,7 @@ class PlanRequest:
         from hf_gpipe.planner.search.choose import best_plan
 
         other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
-        lighter = replace(self, recipe=replace(self.recipe, model=other.model, lora=other.lora))
+        lighter = replace(self, recipe=self.recipe.replace(model=other.model, lora=other.lora))
         try:
             return best_plan(lighter.planner, self.config)
         except PartitionError:
@@ -143,7 +146,7 @@ class PlanRequest:
         from hf_gpipe.from_recipe.checks import loss_of, verify_options, workload_of
         from hf_gpipe.from_recipe.model import teacher_of
         from hf_gpipe.from_recipe.workload import plan_inputs
-        from hf_gpipe.planner.costs.speeds import rated_speeds
+        from hf_gpipe.planner.costs.model_costs import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.search.choose import micro_batch_counts
 
@@ -159,7 +162,7 @@ class PlanRequest:
             from hf_gpipe.model.teacher import open_teacher
 
             teacher = open_teacher(spec, adapter, _here())
-        inputs = plan_inputs(recipe, workload_of(recipe, adapter.config))
+        inputs, loss = plan_inputs(recipe, workload_of(recipe, adapter.config)), loss_of(recipe).planned
         if self.table is not None:
             inputs = replace(inputs, tables={recipe.pipeline.schedule: self.table})
         try:
@@ -168,9 +171,9 @@ class PlanRequest:
                 inputs,
                 self.devices[0],
                 config,
-                loss=loss_of(recipe).planned,
+                loss=loss,
                 as_on_gpu=True,
-                profile_on=_here() if self.is_profiled else None,
+                seconds=partial(_profiled, adapter, loss) if self.is_profiled else None,
                 cluster=self.cluster,
                 teacher=teacher,
             )
@@ -223,7 +226,7 @@ class PlanRequest:
             chunk_tokens: the most tokens of a chunk, into which rows are cut under 1f1b with recompute stage; None: the
                 rows are cut as in the plan.
         """
-        recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
+        recipe = self.recipe.replace(data=self.recipe.data.replace(**lengths))
         planner = replace(self, recipe=recipe, is_profiled=False).planner
         settings = plan.settings
         if chunk_tokens is not None:
@@ -372,6 +375,13 @@ def _adapter(recipe: Recipe) -> Adapter:
     return checked_adapter(recipe, _here())
 
 
+def _profiled(adapter: Adapter, loss: Loss, workload: Workload, costs: ModelCosts) -> ModelCosts:
+    """The costs with the seconds that the layers take on a device of this machine."""
+    from hf_gpipe.planner.costs.measure import profile_layers
+
+    return profile_layers(adapter, workload, _here(), loss=loss, costs=costs)
+
+
 def _with_vocabulary(recipe: Recipe) -> Recipe:
     """The recipe with the size of its vocabulary, which a run would take from the tokenizer."""
     model = recipe.model
@@ -388,4 +398,4 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
     else:
         vocab_size, source = recipe.tokenizer.vocab_size, "tokenizer.vocab_size; a trained one may have a few more"
     print(f"vocabulary of {vocab_size} tokens, from {source}", file=sys.stderr)
-    return replace(recipe, model=replace(model, config={**model.config, "vocab_size": vocab_size}))
+    return recipe.replace(model=model.replace(config={**model.config, "vocab_size": vocab_size}))

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hf_gpipe.commands.base import fail, flushed, loading
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
@@ -113,6 +114,7 @@ def _print_help(sections: Sequence[str]) -> int:
 def _work(recipe: Recipe) -> int:
     """This process's part of the job."""
     from hf_gpipe.job import failures
+    from hf_gpipe.job.agreement import compare
     from hf_gpipe.job.job import in_job
     from hf_gpipe.job.joining import join_job
 
@@ -124,7 +126,8 @@ def _work(recipe: Recipe) -> int:
             from hf_gpipe.training.stopping import TrainingStopped
 
         _hide_bars()
-        job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
+        job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
+        compare(lambda: _settings(recipe), "the recipe")
         code = 0
         try:
             run(recipe, job)
@@ -229,11 +232,10 @@ def _stopped_file(recipe: Recipe) -> Path:
     return Path(recipe.training.output_dir) / STOPPED_FILE
 
 
-def _settings(recipe: Recipe) -> dict[str, str]:
+def _settings(recipe: Recipe) -> dict[str, Any]:
     """The recipe's values that must be the same in every process, by their keys. Devices may differ."""
-    values = {".".join(key): value for key, value in recipe.values().items()}
-    own = {f"pipeline.{name}" for name in OF_EACH_PROCESS}
-    return {key: repr(value) for key, value in values.items() if key not in own}
+    own = {("pipeline", name) for name in OF_EACH_PROCESS}
+    return {".".join(key): value for key, value in recipe.values().items() if key not in own}
 
 
 def _hide_bars() -> None:

@@ -211,7 +211,7 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[str
         (output_dir / name).unlink(missing_ok=True)
     if table is not None:
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
-        recipe = replace(recipe, pipeline=recipe.pipeline.replace(schedule=str(output_dir / TABLE_FILE)))
+        recipe = recipe.replace(pipeline=recipe.pipeline.replace(schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
     return [str(path) for path in deleted]
 

@@ -49,6 +49,8 @@ def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
         return
     settings = given()
     mine = {name: value.value if isinstance(value, Noted) else text_of(value) for name, value in settings.items()}
+    if len(set(world.gather_objects(hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()))) == 1:
+        return
     notes = {name: value.note for name, value in settings.items() if isinstance(value, Noted)}
     told = world.gather_objects((mine, notes))
     differing = {name for own, _ in told for name, value in own.items() if value != told[0][0].get(name)}

@@ -75,7 +75,6 @@ class RankFacts:
         boot: tells machines of one name apart.
         pid: its number there.
         versions: of what must be installed alike, by their names.
-        settings: values that must be the same, by their names.
         address: at which gloo will listen.
         interface: of that address; empty: not known.
         interfaces: names of the interfaces that other machines may reach.
@@ -91,7 +90,6 @@ class RankFacts:
     boot: str
     pid: int
     versions: Mapping[str, str]
-    settings: Mapping[str, str]
     address: str = ""
     interface: str = ""
     interfaces: tuple[str, ...] = ()
@@ -101,16 +99,15 @@ class RankFacts:
     devices: tuple[DeviceFacts, ...] = ()
 
     @classmethod
-    def of_this_process(cls, settings: Mapping[str, str] | None = None, *, is_alone: bool = True) -> RankFacts:
+    def of_this_process(cls, *, is_alone: bool = True) -> RankFacts:
         """The facts of this process.
 
         Args:
-            settings: values that must be the same in every process.
             is_alone: whether its machine is the only one, or the processes are connected already. Then nothing is said
                 of the network, nor of the files of this package.
         """
         versions = {"torch": str(torch.__version__), "transformers": _version_of("transformers")}
-        facts = cls(socket.gethostname(), boot_id(), os.getpid(), versions, settings or {})
+        facts = cls(socket.gethostname(), boot_id(), os.getpid(), versions)
         if is_alone:
             return facts
         versions["the hash of hf_gpipe's files"] = _digest_of_package()
@@ -162,15 +159,12 @@ def exchange(store: dist.Store, rank: int, size: int, limit: timedelta, prefix: 
     return _told(store, rank, size, RankFacts.of_this_process(), limit, prefix)
 
 
-def check(
-    store: dist.Store, rank: int, size: int, limit: timedelta, prefix: str, settings: Mapping[str, str]
-) -> tuple[RankFacts, ...]:
+def check(store: dist.Store, rank: int, size: int, limit: timedelta, prefix: str) -> tuple[RankFacts, ...]:
     """Wait until every process is here, and compare them. Every process calls it.
 
     Args:
         limit: how long the processes may start apart.
         prefix: of the keys in the store, new for each check.
-        settings: values that must be the same in every process, by their names.
 
     Returns:
         The facts of every process, in order of rank.
@@ -179,7 +173,7 @@ def check(
         UserError: on every process: they differ, or machines do not reach each other.
     """
     is_alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    facts = RankFacts.of_this_process(settings, is_alone=is_alone)
+    facts = RankFacts.of_this_process(is_alone=is_alone)
     with contextlib.ExitStack() as stack:
         if not is_alone and os.environ.get("LOCAL_RANK", "0") == "0" and not facts.problem:
             family = socket.AF_INET6 if ":" in facts.address else socket.AF_INET
@@ -248,12 +242,8 @@ def _read(text: bytes, kind: Any) -> Any:
 def complaints(everyone: Sequence[RankFacts]) -> list[str]:
     """The problems of the processes of a job, one sentence each."""
     lines = []
-    for compared, advice in (
-        ("versions", "install the same on all machines"),
-        ("settings", "give all processes the same recipe and the same arguments"),
-    ):
-        if different := disagreements([(process.host, getattr(process, compared)) for process in everyone]):
-            lines += [*different, advice]
+    if different := disagreements([(process.host, process.versions) for process in everyone]):
+        lines += [*different, "install the same on all machines"]
     boots: dict[str, set[str]] = {}
     for process in everyone:
         boots.setdefault(process.host, set()).add(process.boot)

@@ -25,6 +25,7 @@ from hf_gpipe import strict_json
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
 from hf_gpipe.job.job import LAUNCHER_PID, Job
 from hf_gpipe.job.store import count_in_store
+from hf_gpipe.text import RED, coloured
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
 _CAUSE_SECONDS = 3.0
@@ -176,7 +177,7 @@ def show(failure: Failure, traceback_file: Path | None = None) -> None:
         with contextlib.suppress(OSError):
             traceback_file.write_text(failure.traceback)
             where = f" (the traceback is in {traceback_file})"
-    print(f"error: {failure.message}{where}", file=sys.stderr, flush=True)
+    print(f"{coloured('error:', RED, sys.stderr)} {failure.message}{where}", file=sys.stderr, flush=True)
 
 
 def read_error_file(path: Path) -> Failure | None:

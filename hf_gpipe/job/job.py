@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -118,18 +118,18 @@ class Job:
         self._follow_default_group()
         self._ranks = ranks
 
-    def ranks(self, settings: Mapping[str, str] | None = None) -> tuple[RankFacts, ...]:
+    def ranks(self) -> tuple[RankFacts, ...]:
         """The facts of all processes of the default group, by rank.
 
         They are told when the processes meet; in a process group that was there before, the first call tells them,
-        which every process makes, and each call with settings compares these.
+        which every process makes.
         """
         self._follow_default_group()
-        if settings is not None or not self._ranks:
+        if not self._ranks:
             store, limit = signed(default_store(), "group"), max(self.apart, self.limit)
             place = store, dist.get_rank(), dist.get_world_size(), limit, f"hf_gpipe/started/{self._num_exchanges}"
             self._num_exchanges += 1
-            self._ranks = facts.exchange(*place) if settings is None else facts.check(*place, settings)
+            self._ranks = facts.exchange(*place)
         return self._ranks
 
     def _follow_default_group(self) -> None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
@@ -34,7 +34,7 @@ from hf_gpipe.job.store import signed
 END_SECONDS = 10.0
 
 
-def join_job(timeout_seconds: float, threads: int | None = None, settings: Mapping[str, str] | None = None) -> Job:
+def join_job(timeout_seconds: float, threads: int | None = None) -> Job:
     """Join the job that a launcher started this process for. Without one, or a second time, nothing is joined.
 
     It works the same in the processes of `hf_gpipe.job.launch` and in those of torchrun, `accelerate launch` and
@@ -43,12 +43,10 @@ def join_job(timeout_seconds: float, threads: int | None = None, settings: Mappi
     Args:
         timeout_seconds: how long a process waits for another one, once all have started, before the run fails.
         threads: CPU threads of this process; None: OMP_NUM_THREADS, or its share of this machine's cores.
-        settings: values that must be the same in every process, by their names. They are also compared in a
-            process group that was there before; None: there nothing is checked.
 
     Raises:
-        UserError: on every process: they differ, or their machines do not reach each other (job/facts.py); the port
-            is in use; the limit of open files is too low.
+        UserError: on every process: their versions differ, or their machines do not reach each other (job/facts.py);
+            the port is in use; the limit of open files is too low.
     """
     note_launcher()
     if in_job():
@@ -61,16 +59,14 @@ def join_job(timeout_seconds: float, threads: int | None = None, settings: Mappi
     if threads is not None:
         torch.set_num_threads(threads)
     if is_new:
-        _meet(job, timedelta(seconds=timeout_seconds), settings or {})
-    elif settings is not None and dist.is_initialized() and dist.get_world_size() > 1:
-        job.ranks(settings)
+        _meet(job, timedelta(seconds=timeout_seconds))
     if in_job():
         # torch puts a hook of its own before ours, which keeps what is printed there until it returns.
         tell_uncaught()
     return job
 
 
-def _meet(job: Job, timeout: timedelta, settings: Mapping[str, str]) -> None:
+def _meet(job: Job, timeout: timedelta) -> None:
     """Find the other processes by the launcher's word, and connect to them."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -92,7 +88,7 @@ def _meet(job: Job, timeout: timedelta, settings: Mapping[str, str]) -> None:
     of_start = dist.PrefixStore(job.start, store)
     own = job.store = signed(of_start, job.start)
     # The time limit is that of messages. Processes may start further apart, so they meet here first.
-    ranks = facts.check(own, rank, size, max(job.apart, timeout), "hf_gpipe/started", settings)
+    ranks = facts.check(own, rank, size, max(job.apart, timeout), "hf_gpipe/started")
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         network.stay_on_loopback()
     # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.

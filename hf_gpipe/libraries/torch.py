@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._ops import OpOverload as OpOverload  # an operation with its overload, such as aten.mm.default
-from torch._ops import OpOverloadPacket as OpOverloadPacket  # an operation of all overloads, such as aten.mm
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # a tensor of a device without its memory

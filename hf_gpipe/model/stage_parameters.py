@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.checkpoint.copies import PendingWrite
-from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters, write_adapter_configuration
-from hf_gpipe.checkpoint.save import pending_model, prepare, write_configuration
+from hf_gpipe.checkpoint.peft import load_adapters
+from hf_gpipe.checkpoint.writer import CheckpointWriter, check_not_quantised
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
@@ -177,17 +174,8 @@ class StageParameters:
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that has a parameter's shape; other tensors stay as they are."""
-        return self._in_owner(name, whole, StageModel.part)
-
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor that `part` takes a part of; None where another process writes it. Every rank of a worker
-        calls it alike, and every process where the head is divided."""
-        whole = self._in_owner(name, part, StageModel.whole)
-        return whole if self.models[self.ties.owner_stage[name]].writes(name) else None
-
-    def _in_owner(self, name: str, tensor: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
         model = self.models[self.ties.owner_stage[name]]
-        return change(model, name, tensor) if tensor.dim() == model.parameters[name].dim() else tensor
+        return model.part(name, whole) if whole.dim() == model.parameters[name].dim() else whole
 
     # ------------------------------------------------------------------ loading and saving
 
@@ -197,8 +185,7 @@ class StageParameters:
         Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
         Raises CheckpointError if the files are missing or do not fit the model.
         """
-        if self.adapter.peft is None:
-            self._check_not_quantised("load_pretrained")
+        check_not_quantised(self.adapter, "load_pretrained")
         # Of dealt stages too, whose mapped weights and buffers each process has for itself.
         for models in self._of_workers:
             if self.adapter.peft is not None:
@@ -216,45 +203,10 @@ class StageParameters:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
-        self.pending_write(Path(directory), self.world).write()
+        writer = self.writer()
+        writer.begin(Path(directory))
+        writer.write()
 
-    def pending_write(
-        self, directory: Path, world: Mesh, write_more: Callable[[Path], Any] | None = None
-    ) -> PendingWrite:
-        """The model, to be written in Hub format now or later. Every process must call it.
-
-        Args:
-            directory: where to.
-            world: whose messages the writing uses.
-            write_more: as for `prepare_write`.
-        """
-        self.prepare_write(directory, world, write_more)
-        is_complete = write_more is not None
-        self.ties.refresh_copies()
-        if self.adapter.peft is not None:
-            return pending_adapters(directory, self.models, world, self.adapter.peft, is_complete=is_complete)
-        return pending_model(directory, self.models, self.ties.owner_stage, world, is_complete=is_complete)
-
-    def prepare_write(self, directory: Path, world: Mesh, write_more: Callable[[Path], Any] | None = None) -> None:
-        """Write everything but the tensors into a folder in a directory, where it waits for them.
-
-        Args:
-            directory, world: as for `pending_write`.
-            write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory
-                that it gets; called in the main process.
-
-        Raises:
-            UserError: on every process, if the model or a file cannot be saved.
-        """
-        if self.adapter.peft is None:
-            self._check_not_quantised("save_pretrained")
-        write = write_configuration if self.adapter.peft is None else write_adapter_configuration
-        prepare(directory, world, partial(write, self.adapter), write_more)
-
-    def _check_not_quantised(self, what: str) -> None:
-        """Raise UserError where the weights are quantised: they never change, and their files are the source's."""
-        if self.adapter.quantisation is not None:
-            raise UserError(
-                f"{what}: the model's weights are quantised and never change; only adapters on them are saved and "
-                "loaded, with peft_config"
-            )
+    def writer(self, world: Mesh | None = None) -> CheckpointWriter:
+        """A writer of the model, and of the state of its training; `world`: whose messages it uses, if not its own."""
+        return CheckpointWriter(self.adapter, self.models, self.ties, self.world if world is None else world)

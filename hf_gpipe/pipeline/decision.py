@@ -17,7 +17,6 @@ from hf_gpipe.libraries.transformers import commit_of
 from hf_gpipe.losses.custom import loss_of
 from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.model.chunks import verify_chunks
-from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.kernels import verify_kernels
 from hf_gpipe.model.opening import chain_of, open_chain, open_model
@@ -40,8 +39,8 @@ from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
-from hf_gpipe.schedule.visits import check_visits, with_visits
-from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, DEALT_STAGES
+from hf_gpipe.schedule.visits import with_visits
+from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS
 from hf_gpipe.settings.pipeline import OF_EACH_PROCESS, DecidedConfig, PipelineConfig
 
 
@@ -185,12 +184,6 @@ class Decision:
         decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
-        _check_dealt(decision)
-        if config.visits.offload_weights:
-            check_visits(decision.full_table, are_trained=config.visits.offload_weights == "all")
-        if decision.full_table.divides_head:
-            check_divides_head(adapter, loss, config)
-            check_stages(config.schedule, partition, mesh.placement)
         if config.cuts_rows:
             decision.verify_chunks(packing=inputs.packing)
         return decision
@@ -273,20 +266,6 @@ class Decision:
                     config = config.replace(recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
         return replace(self.planning, inputs=inputs).planner(config).plan(config)
-
-
-def _check_dealt(decision: Decision) -> None:
-    """Raise UserError where stages are dealt and something needs them in one place."""
-    config, loss = decision.config, decision.loss
-    if not decision.world.placement.is_dealt:
-        return
-    # Of a table, whose name does not tell.
-    config.dealt_stages.check_visits(config.values())
-    config.check_beside(DEALT_STAGES)
-    if loss.compares_units:
-        config.check_beside(COMPARED_ROWS, [config.dealt_stages], loss=type(loss).__name__)
-    for what, value in decision.adapter.dropout.items():
-        check_draws_alike(decision.world, f"{what}={value}")
 
 
 def check_draws_alike(world: Mesh, what: str) -> None:

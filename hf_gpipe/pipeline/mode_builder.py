@@ -50,6 +50,7 @@ class ModeBuilder:
     """
 
     def __init__(self, building: Building) -> None:
+        """Raises UserError, on every process, where the decision does not go with the mode."""
         self.building = building
 
     def layers(self, layers: range) -> range:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.network import Network
 from hf_gpipe.planner.table_costs import costs_of_table
@@ -60,7 +60,7 @@ def _generation_seconds(layout: Layout, of_tokens: Callable[[int, int], ModelCos
     rows = -(-example.rows // min(placement.replicas))
 
     def once(tokens: int) -> float:
-        sums = LayerSums(of_tokens(rows, tokens), processes.device)
+        sums = StageCosts(of_tokens(rows, tokens), processes.device)
         own = sum(
             sums.seconds(*stage.run, "none").forward_only / speed
             for stage, speed in zip(layout.stages, speeds, strict=True)

@@ -70,7 +70,7 @@ def _shorter(plan: Plan) -> dict[str, float]:
             f"copies of {things}": replace(
                 costs, others=others | {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
             )
-            for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies)
+            for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies and kind in table.kinds)
         },
         "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, head_transfer_seconds=0.0),
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
@@ -13,21 +15,20 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
-from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine, tracer_of
-from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs, times
-from hf_gpipe.planner.costs.speeds import measure_speeds
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.measure import measure_speeds, profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.search.table_file import TABLE_FILE
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mesh import UNSHARED
 from hf_gpipe.settings.mode import AUTO
@@ -39,21 +40,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Planning:
-    """The planner's inputs of a pipeline that runs, beside its configuration.
-
-    Attributes:
-        inputs: the mini-batch and the optimizer.
-        adapter: the model's adapter.
-        loss: the loss of the micro-batch.
-        world: the processes, their devices, and what was measured of their links.
-        teacher: the adapter of a teacher; None: there is none.
-    """
+    """The planner's inputs of a pipeline that runs, beside its configuration."""
 
     inputs: PlanInputs
     adapter: Adapter
     loss: Loss
     world: World
     teacher: Adapter | None = None
+    tracers: dict[Division, LayerTracer] = field(default_factory=dict, repr=False)
+    """The tracer by division of the layers. What was traced to decide tells the plans of the run too."""
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None, Schedule | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -98,7 +93,7 @@ class Planning:
     def planner(
         self,
         config: PipelineConfig,
-        measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
+        measured: Mapping[Workload, ModelCosts] = MappingProxyType({}),
         *,
         decides: bool = False,
     ) -> Planner:
@@ -106,7 +101,7 @@ class Planning:
 
         Args:
             config: the configuration of the pipeline.
-            measured: the costs with seconds, by the rows of a micro-batch and how they are cut.
+            measured: the costs with the seconds that were measured, of micro-batches or of chunks.
             decides: whether equal machines must decide the same: then it uses `device` and links in round numbers.
 
         Raises:
@@ -127,10 +122,17 @@ class Planning:
             config,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
-            measured=measured,
+            seconds=lambda workload, costs: measured.get(workload, costs),
             cluster=steady(cluster) if decides and cluster is not None else cluster,
             teacher=self.teacher,
+            tracer=partial(self._tracer, config.division),
         )
+
+    def _tracer(self, division: Division) -> LayerTracer:
+        if division not in self.tracers:
+            as_on_gpu = self.world.device.type == "cuda"
+            self.tracers[division] = LayerTracer(self.adapter, loss=self.loss, as_on_gpu=as_on_gpu, division=division)
+        return self.tracers[division]
 
     def _memory_bytes(self, division: Division) -> MemoryLimit:
         """The bytes of a device of each worker; one number where all are nearly equal."""
@@ -160,32 +162,29 @@ class Planning:
             )
         return speeds
 
-    def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
+    def _measure(self, config: PipelineConfig) -> Mapping[Workload, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
         mini_batch = world.from_main(lambda: self.inputs.mini_batch(self.adapter), Workload)
-        ranks = ranks_of_workers(world, config.division)
+        ranks, measured = ranks_of_workers(world, config.division), dict[Workload, ModelCosts]()
 
-        def measured(workload: Workload) -> ModelCosts:
+        def measure(workload: Workload) -> ModelCosts:
             # Only the seconds differ between processes.
-            costs = world.from_main(
-                lambda: tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload), ModelCosts
-            )
+            costs = world.from_main(lambda: self._tracer(config.division).costs(workload), ModelCosts)
             own = profile_layers(
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
             )
             # The ranks of a worker wait for each other.
             everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own, ModelCosts))]
             # The seconds of a slower device are scaled to the first device's.
-            speeds = config.given_speeds or [1.0] * len(everyone)
-            return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])
+            measured[workload] = mean_costs(everyone, config.given_speeds)
+            return measured[workload]
 
-        costs = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
             for chunks in ways_to_cut(config, mini_batch.target_tokens):
-                costs[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
-        return costs
+                each_chunk(mini_batch.of_rows(rows), chunks, measure)
+        return measured
 
 
 def _shown(value: Any) -> str:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-from hf_gpipe.planner.costs.beside import NOTHING, Beside
-from hf_gpipe.planner.costs.model_costs import InnerRecompute
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs
@@ -18,45 +15,21 @@ from hf_gpipe.schedule.kinds import RECOMPUTE
 from hf_gpipe.settings.pipeline import DecidedConfig
 
 
-class StageLayers(NamedTuple):
-    """A stage of a plan: the run of layers `start` to `stop` (exclusive)."""
-
-    start: int
-    stop: int
-    inner: InnerRecompute
-    """The tensors that its stored graphs keep."""
-    beside: Beside = NOTHING
-    """The share that a teacher's stage adds."""
-
-    @property
-    def run(self) -> tuple[int, int]:
-        """The number of the first layer, and of the layer after the last."""
-        return self.start, self.stop
-
-
 @dataclass(frozen=True)
 class Layout:
-    """A configuration with its stages and its table on the processes that it is planned for.
-
-    Attributes:
-        settings: the configuration.
-        inputs: the mini-batch and the optimizer.
-        processes: the processes with their device, links and speeds.
-        sums: the sums of the model's layers for one micro-batch, or for the typical chunk of its rows.
-        of_chunks: the sums of the model's layers for each chunk.
-        stages: all stages, in order.
-        table: the table that is run.
-        library_bytes: the bytes that libraries take of the GPU of each process.
-    """
+    """A configuration with its stages and its table on the processes that it is planned for."""
 
     settings: DecidedConfig
     inputs: PlanInputs
     processes: Processes
-    sums: LayerSums
-    of_chunks: Sequence[LayerSums]
+    sums: StageCosts
+    """The costs for one micro-batch, or for the typical chunk of its rows."""
+    of_chunks: Sequence[StageCosts]
+    """The costs for each chunk."""
     stages: Sequence[StageLayers]
     table: Schedule
     library_bytes: Sequence[int]
+    """The bytes that libraries take of the GPU of each process."""
 
     @cached_property
     def recompute_shares(self) -> list[float]:

@@ -1,23 +1,20 @@
-"""The planner of a model that has its adapter: its layers are traced, or measured, for each size of micro-batch."""
+"""The planner of a model that has its adapter: its layers are traced for each size of micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-
-import torch
+from functools import cache
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs.chunks import each_chunk
 from hf_gpipe.planner.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -31,10 +28,10 @@ def planner_of(
     *,
     loss: Loss = PLAIN,
     as_on_gpu: bool = False,
-    measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
-    profile_on: torch.device | None = None,
+    seconds: Callable[[Workload, ModelCosts], ModelCosts] | None = None,
     cluster: Cluster | None = None,
     teacher: Adapter | None = None,
+    tracer: Callable[[], LayerTracer] | None = None,
 ) -> Planner:
     """Make the planner of a model that has its adapter.
 
@@ -46,25 +43,25 @@ def planner_of(
             memory of the device is the limit, all processes are as fast, and layers are whole.
         loss: the loss of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-        measured: the costs with seconds, by the rows of the micro-batch and how they are cut.
-        profile_on: the device to measure other micro-batches on, with whole layers; None: seconds are estimated.
+        seconds: gives the traced costs of a micro-batch, or of a chunk, the seconds that were measured; None: seconds
+            are estimated.
         cluster: the links between the processes.
         teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
+        tracer: gives the tracer of the layers, which has what it has traced; None: a new one.
 
     Raises:
         UserError: there is no mini-batch, the optimizer's state has no known size, or layers cannot be divided so.
     """
     config = config or PipelineConfig(1)
     mini_batch = inputs.mini_batch(adapter)
-    tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
+    tracer = tracer or cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
 
     def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
-        if measured is not None and (rows, chunks) in measured:
-            return measured[rows, chunks]
-        workload = mini_batch.of_rows(rows)
-        if profile_on is not None:
-            return each_chunk(workload, chunks, partial(profile_layers, adapter, device=profile_on, loss=loss))
-        return each_chunk(workload, chunks, tracer().costs)
+        def with_seconds(workload: Workload) -> ModelCosts:
+            costs = tracer().costs(workload)
+            return costs if seconds is None else seconds(workload, costs)
+
+        return each_chunk(mini_batch.of_rows(rows), chunks, with_seconds)
 
     of_teacher = None
     if teacher is not None:

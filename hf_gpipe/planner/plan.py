@@ -15,21 +15,20 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import Before, before_table
-from hf_gpipe.planner.costs.beside import besides
 from hf_gpipe.planner.costs.chunks import taper_of, typical
 from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.layout import Layout, StageLayers
+from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers, besides
+from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
-from hf_gpipe.planner.memory import MemoryEstimate, estimate_memory, hosted_bytes
+from hf_gpipe.planner.memory import HostMemory, MemoryEstimate, estimate_memory, host_memory
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import table_of
-from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement, Schedule, Timeline, simulate
+from hf_gpipe.schedule.kinds import KINDS, Held, Resource
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -38,18 +37,7 @@ from hf_gpipe.text import seconds_text, size_text
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a plan.
-
-    Attributes:
-        number: the number of the stage.
-        process: the number of the process that holds it.
-        layers: the numbers of its layers.
-        first_layer, last_layer: the names of its first and last layer.
-        num_parameters: the number of parameters that it holds, ties of other stages included.
-        recompute: "none", "block" or "stage", the most stored graphs, or "host".
-        memory: the memory that it would need as the only stage of its process.
-        busy_seconds: the seconds of its actions in a step.
-    """
+    """One stage of a plan."""
 
     number: int
     process: int
@@ -57,9 +45,27 @@ class StagePlan:
     first_layer: str
     last_layer: str
     num_parameters: int
+    """The number of parameters that it holds, ties of other stages included."""
     recompute: str
+    """"none", "block" or "stage", the most stored graphs, or "host"."""
     memory: MemoryEstimate
+    """The memory that it would need as the only stage of its process."""
     busy_seconds: float
+    """The seconds of its actions in a step."""
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that a process spends in one step, by what it does; together they are the step."""
+
+    forward: float
+    recompute: float
+    """The recomputation of whole stages, and that of blocks, which the backward makes."""
+    backward: float
+    """The backward, whole or in its two parts."""
+    update: float
+    bubble: float
+    """Waiting, for other stages and for messages."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +80,15 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction of one step by `Planner.plan`.
-
-    Attributes:
-        layout: the configuration with its stages and its table.
-        planner: the planner that made the plan, and knows the limits.
-        costs: the costs of the layers for a micro-batch.
-        before: the seconds of what runs before the table.
-    """
+    """The prediction of one step by `Planner.plan`."""
 
     layout: Layout
     planner: Planner
+    """It has the limits."""
     costs: ModelCosts
-    stages: tuple[StagePlan, ...]
-    processes: tuple[ProcessPlan, ...]
     timeline: Timeline
+    memory: tuple[MemoryEstimate, ...]
+    """The memory of each process."""
     before: Before
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class Plan:
         return (
             f"Plan({self.settings.num_stages} stages, {self.settings.num_micro_batches} micro-batches, "
             f"{self.settings.schedule}: {seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, "
-            f"{size_text(self.peak_bytes)} in process {self.fullest_process.number}, {fits})"
+            f"{size_text(self.peak_bytes)} in process {self._fullest}, {fits})"
         )
 
     @property
@@ -126,7 +126,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The memory estimate of the process with the highest peak."""
-        return self.fullest_process.memory.total
+        return self.memory[self._fullest].total
 
     @property
     def uncounted(self) -> str:
@@ -134,15 +134,20 @@ class Plan:
         return "" if self.planner.device.is_asynchronous else "; torch and other libraries take CPU memory beside it"
 
     @cached_property
+    def on_hosts(self) -> list[HostMemory]:
+        """The CPU memory that each process needs."""
+        return host_memory(self.layout, self.timeline)
+
+    @property
     def hosted_bytes(self) -> list[int]:
         """The bytes of weights that visit and of graphs that wait in CPU memory, for each process."""
-        return hosted_bytes(self.layout, self.timeline)
+        return [own.hosted for own in self.on_hosts]
 
     @property
     def machine_bytes(self) -> int:
         """The most bytes of `hosted_bytes` on any machine, all of its processes together."""
-        size = self.planner.host_size(len(self.processes))
-        hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
+        size, every = self.planner.host_size(len(self.memory)), self.hosted_bytes
+        hosted = [sum(every[start : start + size]) for start in range(0, len(every), size)]
         return self.planner.division.num_ranks * max(hosted)
 
     @property
@@ -152,18 +157,62 @@ class Plan:
         return 0.0 if limit is None else self.machine_bytes / max(limit, 1)
 
     @cached_property
+    def processes(self) -> tuple[ProcessPlan, ...]:
+        """All processes, in order."""
+        placement = self.timeline.schedule.placement
+        again = [
+            self.layout.sums.again(stage.start, stage.stop, stage.inner) / speed
+            for stage, speed in zip(self.layout.stages, self.planner.speeds_of(placement), strict=True)
+        ]
+        return tuple(
+            ProcessPlan(number, placement.stages_of(number), memory, time_of(self.timeline, number, again))
+            for number, memory in enumerate(self.memory)
+        )
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """All stages, in order."""
+        settings, layout, table = self.settings, self.layout, self.timeline.schedule
+        stages, layers = [], self.costs.layers
+        entries = Recompute.parse(settings.recompute, settings.num_stages).entries
+        for number, (stage, entry) in enumerate(zip(layout.stages, entries, strict=True)):
+            # The process is the first replica's, which has the most micro-batches.
+            process = table.placement.workers[number][0]
+            is_alone = table.placement.stages_of(process) == (number,)
+            stages.append(
+                StagePlan(
+                    number=number,
+                    process=process,
+                    layers=range(*stage.run),
+                    first_layer=layers[stage.start].name,
+                    last_layer=layers[stage.stop - 1].name,
+                    num_parameters=layout.sums.held(*stage.run).count,
+                    recompute=str(entry),
+                    memory=self.memory[process]
+                    if is_alone
+                    else estimate_memory(layout, self.timeline, process, (number,)),
+                    busy_seconds=float(self.timeline.busy_seconds(number)) / table.num_steps,
+                )
+            )
+        return tuple(stages)
+
+    @property
     def fullest_process(self) -> ProcessPlan:
         """The process that needs the most memory, as a share of its limit; the first of several equal ones."""
-        return max(self.processes, key=self._fullness_of)
+        return self.processes[self._fullest]
+
+    @cached_property
+    def _fullest(self) -> int:
+        return max(range(len(self.memory)), key=self._fullness_of)
 
     @property
     def fullness(self) -> float:
         """The largest share of a limit that a process or a machine needs. Where no limit is known, it is the peak
         bytes of the process with the highest peak."""
-        return max(self._fullness_of(self.fullest_process), self.host_fullness)
+        return max(self._fullness_of(self._fullest), self.host_fullness)
 
-    def _fullness_of(self, process: ProcessPlan) -> float:
-        return process.memory.total / (self.planner.limit_of(process.number) or 1)
+    def _fullness_of(self, process: int) -> float:
+        return self.memory[process].total / (self.planner.limit_of(process) or 1)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
@@ -174,7 +223,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether every process and every machine stays within its limit; True where none is known."""
         is_known = self.planner.memory_bytes is not None
-        return self.host_fullness <= 1 and not (is_known and self._fullness_of(self.fullest_process) > 1)
+        return self.host_fullness <= 1 and not (is_known and self._fullness_of(self._fullest) > 1)
 
     @property
     def sort_key(self) -> tuple[float, ...]:
@@ -235,8 +284,8 @@ class Planner(Processes):
         self.rows = inputs.mini_batch().rows
         self.can_visit = self.can_deal = teacher is None
         self.chunks = Chunks()
-        self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
-        self._of_teacher: dict[int, LayerSums] = {}
+        self._sums: dict[tuple[int, Chunks, int], tuple[StageCosts, Sequence[StageCosts]]] = {}
+        self._of_teacher: dict[int, StageCosts] = {}
         self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
 
     def with_rows(self, rows: int) -> Self:
@@ -284,24 +333,26 @@ class Planner(Processes):
         """The costs of the layers for one of M micro-batches, or for the typical chunk of its rows."""
         return self._all_sums(num_micro_batches)[0].costs
 
-    def sums(self, settings: DecidedConfig) -> LayerSums:
+    def sums(self, settings: DecidedConfig) -> StageCosts:
         """The sums of runs of layers for a micro-batch of a configuration, or for the typical chunk of its rows. The
         partition is not read."""
         return self._sums_of(settings)[0]
 
-    def _sums_of(self, settings: DecidedConfig) -> tuple[LayerSums, Sequence[LayerSums]]:
+    def _sums_of(self, settings: DecidedConfig) -> tuple[StageCosts, Sequence[StageCosts]]:
         given = self.inputs.tables.get(settings.schedule)
         divides_head = settings.divides_head if given is None else given.divides_head
         return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
 
-    def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[LayerSums, Sequence[LayerSums]]:
+    def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[StageCosts, Sequence[StageCosts]]:
         """The sums of the typical chunk, and the sums of each chunk; the head may be divided into parts."""
         size = self.micro_batch_rows(num_micro_batches), self.chunks
         key = *size, num_parts
         if key not in self._sums:
-            of_chunks = self._costs_of(*size)
-            each = [LayerSums(costs, self.device, self.link, num_parts) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self.link, num_parts)
+            # A divided head changes no cost of a layer.
+            known = self._all_sums(num_micro_batches)[1] if num_parts else None
+            of_chunks = self._costs_of(*size) if known is None else [own.costs for own in known]
+            each = [StageCosts(costs, self.device, self.link, num_parts) for costs in of_chunks]
+            whole = each[0] if len(each) == 1 else StageCosts(typical(of_chunks), self.device, self.link, num_parts)
             self._sums[key] = whole, each
         return self._sums[key]
 
@@ -309,7 +360,7 @@ class Planner(Processes):
         blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
         rows = self.micro_batch_rows(settings.num_micro_batches)
         if self._teacher is not None and rows not in self._of_teacher:
-            self._of_teacher[rows] = LayerSums(self._teacher(rows), self.device)
+            self._of_teacher[rows] = StageCosts(self._teacher(rows), self.device)
         beside = besides(self._of_teacher.get(rows), settings.num_stages)
         return [
             StageLayers(start, stop, "block" if stage in blocks else "none", beside[stage])
@@ -353,36 +404,25 @@ class Planner(Processes):
         costs = self.costs(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)
         layout = self.layout(settings)
-        sums, placement = layout.sums, layout.table.placement
-        timeline = simulate(layout.table, costs_of_table(layout))
-        speeds = self.speeds_of(placement)
-        again = [
-            sums.again(stage.start, stage.stop, stage.inner) / speed
-            for stage, speed in zip(layout.stages, speeds, strict=True)
-        ]
-        processes = []
-        for number in range(placement.num_processes):
-            memory = estimate_memory(layout, timeline, number, placement.stages_run_by(number))
-            processes.append(ProcessPlan(number, placement.stages_of(number), memory, time_of(timeline, number, again)))
-        plans = []
-        entries = Recompute.parse(settings.recompute, settings.num_stages).entries
-        for number, (stage, entry) in enumerate(zip(layout.stages, entries, strict=True)):
-            # The process is the first replica's, which has the most micro-batches.
-            process = processes[placement.workers[number][0]]
-            is_alone = len(process.stages) == 1
-            alone = process.memory if is_alone else estimate_memory(layout, timeline, process.number, (number,))
-            plans.append(
-                StagePlan(
-                    number=number,
-                    process=process.number,
-                    layers=range(*stage.run),
-                    first_layer=costs.layers[stage.start].name,
-                    last_layer=costs.layers[stage.stop - 1].name,
-                    num_parameters=sums.held(*stage.run).count,
-                    recompute=str(entry),
-                    memory=alone,
-                    busy_seconds=float(timeline.busy_seconds(number)) / layout.table.num_steps,
-                )
-            )
-        before = before_table(layout, self.num_forwards, self.of_tokens)
-        return Plan(layout, self, costs, tuple(plans), tuple(processes), timeline, before)
+        placement, timeline = layout.table.placement, simulate(layout.table, costs_of_table(layout))
+        memory = tuple(
+            estimate_memory(layout, timeline, number, placement.stages_run_by(number))
+            for number in range(placement.num_processes)
+        )
+        return Plan(layout, self, costs, timeline, memory, before_table(layout, self.num_forwards, self.of_tokens))
+
+
+def time_of(timeline: Timeline, process: int, again: Sequence[float]) -> TimeEstimate:
+    """The seconds of a process in a step: the mean, where a table has several steps. `again` has the seconds in which a
+    backward of each stage recomputes blocks."""
+    parts = dict.fromkeys((kind.part for kind in KINDS.values()), 0.0)
+    for span in timeline.by_process.get(process, ()):
+        kind = span.action.kind
+        # What does not occupy the device goes on beside the other actions.
+        if kind.resource is Resource.COMPUTE:
+            recomputed = min(again[span.action.stage], float(span.busy)) if kind.working is Held.BACKWARD else 0.0
+            parts["recompute"] += recomputed
+            parts[kind.part] += float(span.busy) - recomputed
+    num_steps = timeline.schedule.num_steps
+    parts = {name: seconds / num_steps for name, seconds in parts.items()}
+    return TimeEstimate(**parts, bubble=max(float(timeline.total_seconds) / num_steps - sum(parts.values()), 0.0))

@@ -18,18 +18,10 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.bound import limit_of_step, why_waiting
 from hf_gpipe.planner.machines.devices import SCREEN_BYTES
 from hf_gpipe.planner.plan import Plan, StagePlan
-from hf_gpipe.planner.saving import (
-    copy_bytes,
-    hosted_words,
-    offload_text,
-    offloaded_bytes,
-    saving_text,
-    visits_text,
-)
 from hf_gpipe.planner.search.advice import smallest_fix
 from hf_gpipe.planner.search.bubble import SMALL_BUBBLE, smaller_bubble
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.search_all import SearchResult
-from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
@@ -53,13 +45,13 @@ _NUMBERS = 7
 def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str:
     """A plan as text: whether it fits, its step and its memory, and a table of its stages.
 
-    Args:
-        plan: what is reported.
-        verbose: also what explains the prediction, and lists of stages and ranks in full.
-        width: the columns that a line of words may have; None: any number.
+    With `verbose` it also has what explains the prediction, and lists of stages and ranks in full. Lines of words have
+    at most `width` columns; None: any number.
     """
-    settings, planner, costs = plan.settings, plan.planner, plan.costs
-    total, table = costs.total, plan.timeline.schedule
+    settings, planner, costs, total = plan.settings, plan.planner, plan.costs, plan.costs.total
+    types = costs.dtype
+    if costs.compute_dtype != types:
+        types += f", computing in {costs.compute_dtype}"
     short: Callable[[str], str] = (lambda text: text) if verbose else folded
     ranks, times = "", ""
     if not planner.division.is_whole:
@@ -74,7 +66,10 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
         ("bubble", bubble_text(plan) if plan.bubble <= LARGE_BUBBLE else ""),
         ("screen", screen_text(plan)),
         ("memory", memory_why(plan)),
-        ("model", f"{count_text(total.count)} parameters{ranks} in {len(costs.layers)} layers, {_types(plan)}"),
+        (
+            "model",
+            f"{count_text(total.count)} parameters{ranks} in {len(costs.layers)} layers, {types}",
+        ),
         ("mini-batch", _mini_batch(plan)),
         ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {short(planner.text)}"),
         (
@@ -86,14 +81,13 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
         ("teacher", teacher if any(held) else ""),
         *((name, short(text) if name == "processes" else text) for name, text in mesh_lines(plan)),
         ("before", _before(plan)),
-        ("host", visits_text(plan)),
-        ("optimizer", offload_text(plan)),
+        *host_lines(plan),
         *asynchronous_lines(plan),
     ]
     why = [
         ("parts", _parts(plan)),
         ("time", time_why(plan)),
-        ("limit", "" if table.is_asynchronous else limit_of_step(plan)),
+        ("limit", "" if plan.timeline.schedule.is_asynchronous else limit_of_step(plan)),
         ("saving", saving_text(plan)),
         (
             "layers",
@@ -105,13 +99,8 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
 
 
 def lines_text(lines: Iterable[tuple[str, str]], width: int | None, end: str = "") -> str:
-    """Names with their texts, which are wrapped; those without a text are left out.
-
-    Args:
-        lines: names and texts.
-        width: the columns of a line; None: any number.
-        end: what a line ends with if its text goes on, such as a shell's backslash.
-    """
+    """Names with their texts, which are wrapped at `width` columns; those without a text are left out. A line whose
+    text goes on ends with `end`, such as a shell's backslash."""
     room = sys.maxsize if width is None else width - 12 - len(end)
     wrap = partial(textwrap.wrap, width=room, break_on_hyphens=False, break_long_words=False)
     text = "\n".join(f"{name:11} " + f"{end}\n{' ' * 12}".join(wrap(text)) for name, text in lines if text)
@@ -196,10 +185,39 @@ def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def host_lines(plan: Plan) -> list[tuple[str, str]]:
+    """The CPU memory of weights that visit their devices, or of graphs, and of an offloaded optimizer."""
+    beside = ", gradients and the optimizer's state" if plan.settings.visits.offload_weights == "all" else ""
+    hosted, offloaded = (_each_host(sizes) for sizes in (plan.hosted_bytes, [own.offloaded for own in plan.on_hosts]))
+    return [
+        ("host", hosted and f"{_hosted(plan)}{beside} are in CPU memory: {hosted}"),
+        ("optimizer", offloaded and f"its state and copies of the weights are in CPU memory: {offloaded}"),
+    ]
+
+
+def saving_text(plan: Plan) -> str:
+    """The CPU memory that checkpoints take; empty where they take none."""
+    copies = _each_host([own.copies for own in plan.on_hosts])
+    return copies and (
+        f"in the background from copies in CPU memory: {copies}; where processes compute on the CPU, this comes on top"
+    )
+
+
+def _hosted(plan: Plan) -> str:
+    """Words for what is in the CPU memory of a plan."""
+    return "activations" if plan.settings.visits.offload_weights is None else "weights that visit"
+
+
+def _each_host(sizes: Sequence[int]) -> str:
+    """The bytes of all processes; empty where there are none."""
+    largest = max(range(len(sizes)), key=lambda number: sizes[number])
+    most = f"{size_text(sum(sizes))} in all, at most {size_text(sizes[largest])} (process {largest})"
+    return most if any(sizes) else ""
+
+
 def _before(plan: Plan) -> str:
     """The time of what a step does before its table; empty where there is nothing."""
-    forwards, generation = plan.before
-    inputs, count = plan.planner.inputs, plan.planner.num_forwards
+    (forwards, generation), inputs, count = plan.before, plan.planner.inputs, plan.planner.num_forwards
     words = [f"{seconds_text(generation)} for {inputs.new_tokens} new tokens a row"] if generation else []
     if forwards:
         words.append(f"{seconds_text(forwards)} for {count} {'pass' if count == 1 else 'passes'} of forwards")
@@ -220,7 +238,7 @@ def verdict(plan: Plan) -> str:
     needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
     if plan.host_fullness > 1:
         host = plan.planner.device.host.memory_bytes or 0
-        needs += f", and {hosted_words(plan)} need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
+        needs += f", and {_hosted(plan)} need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
     return f"fits: {needs}{plan.uncounted}{waits}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
@@ -236,8 +254,7 @@ def memory_why(plan: Plan) -> str:
 
 def time_why(plan: Plan) -> str:
     """The slowest stage, and what makes it so."""
-    slowest = plan.slowest_stage
-    mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
+    slowest, mean = plan.slowest_stage, sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
     seconds = {index: plan.layout.sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
     dearest = max(seconds, key=lambda index: seconds[index])
     share = seconds[dearest] / (sum(seconds.values()) or 1)
@@ -251,13 +268,8 @@ def time_why(plan: Plan) -> str:
 
 
 def search_report(result: SearchResult, recipe: PipelineConfig, width: int | None = None) -> str:
-    """The best plans of a search, by time under the limit, and the one with the least memory.
-
-    Args:
-        result: of the search.
-        recipe: what the overrides of the fastest plan are for.
-        width: the columns that a line of words may have; None: any number.
-    """
+    """The best plans of a search, by time under the limit, and the one with the least memory, with overrides of the
+    recipe for the fastest. Lines of words have at most `width` columns; None: any number."""
     shown = result.fastest[:8]
     rows = [_SEARCH_HEADER, *map(_search_row, (*shown, result.leanest))]
     header, *lines, leanest = table_text(rows, left=range(_NUMBERS, len(_SEARCH_HEADER))).split("\n")
@@ -316,11 +328,8 @@ def _argument(value: Any) -> str:
     """Write a value for a shell and for YAML."""
     if value is None:
         return "null"
-    return shlex.quote(value) if isinstance(value, str) else str(_listed(value)).replace(" ", "")
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    listed = list(value) if isinstance(value, tuple) else value
+    return shlex.quote(value) if isinstance(value, str) else str(listed).replace(" ", "")
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -362,14 +371,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
                 "memory_bytes": {**asdict(process.memory), "total": process.memory.total},
                 # The copies in CPU memory while a checkpoint is saved in the background.
-                "copy_bytes": copied,
-                "offloaded_bytes": offloaded,
-                "hosted_bytes": hosted,
+                "copy_bytes": host.copies,
+                "offloaded_bytes": host.offloaded,
+                "hosted_bytes": host.hosted,
                 "seconds": asdict(process.time),
             }
-            for process, copied, offloaded, hosted in zip(
-                plan.processes, copy_bytes(plan), offloaded_bytes(plan), plan.hosted_bytes, strict=True
-            )
+            for process, host in zip(plan.processes, plan.on_hosts, strict=True)
         ],
         **(mesh_dict(plan) if is_mesh(plan) else {}),
     }
@@ -434,11 +441,6 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         settings.schedule,
         folded(_recompute(plan), 16),
     )
-
-
-def _types(plan: Plan) -> str:
-    costs = plan.costs
-    return costs.dtype if costs.dtype == costs.compute_dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
 
 
 def _recompute(plan: Plan) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from hf_gpipe.planner.costs.beside import Beside
 from hf_gpipe.planner.costs.model_costs import Seconds
-from hf_gpipe.planner.layout import Layout, StageLayers
+from hf_gpipe.planner.costs.stage_costs import Beside, StageLayers
+from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.registry import parts_of_modes

@@ -9,7 +9,6 @@ from hf_gpipe.recipe.fields import Recipe, all_keys
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.settings.kinds import LABELLED, uses
-from hf_gpipe.settings.section import NotWith
 from hf_gpipe.text import show
 
 
@@ -88,11 +87,6 @@ def _check_adapters(recipe: Recipe) -> None:
 
 
 def _check_rows(recipe: Recipe) -> None:
-    kind = recipe.data.kind
-    for section, key in all_keys():
-        value, marks = key.value_in(getattr(recipe, section)), (mark for mark in key.marks if isinstance(mark, NotWith))
-        if value != key.default and (why := next((mark.why for mark in marks if kind in mark.others), None)):
-            raise RecipeError(f"{section}.{key.name} is {show(value)} and data.kind is {kind}, {why}; leave it out.")
     if recipe.data.kind == "image_text" and recipe.model.path is None:
         raise RecipeError(
             "data.kind is image_text and model.path is null; give a model's path, whose processor prepares the rows."

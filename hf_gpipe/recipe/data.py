@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -33,10 +32,10 @@ from hf_gpipe.settings.section import (
     Fraction,
     NotNegative,
     Place,
+    Settings,
     Text,
     one_of,
     refuse_given,
-    section,
 )
 from hf_gpipe.text import show
 
@@ -58,8 +57,7 @@ PATHS = {
 }
 
 
-@section()
-class DataSection:
+class DataSection(Settings):
     """The corpus. A key that its kind does not use is an error."""
 
     kind: Annotated[str, one_of(*KINDS, other=has_own_task)]
@@ -80,7 +78,7 @@ class DataSection:
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
 
-    languages: Annotated[list[Text], PAIRS] = field(default_factory=list)
+    languages: Annotated[list[Text], PAIRS] = Field(default_factory=list)
     """The languages other than English. cldr: CLDR codes, the largest language first; other kinds: the languages to
     keep, empty: all. {language} in `path`, `target_path`, `subset` or a field stands for each of them."""
 
@@ -104,7 +102,7 @@ class DataSection:
     """Whether sources start with a tag for the target language, such as <2de>; always if there are several
     target languages and one side is known to be English."""
 
-    language_codes: Annotated[dict[str, Any], PAIRS] = field(default_factory=dict)
+    language_codes: Annotated[dict[str, Any], PAIRS] = Field(default_factory=dict)
     """Codes of a loaded tokenizer that has codes of languages, such as NLLB's and M2M-100's, for languages that it
     calls otherwise: {de: deu_Latn, en: eng_Latn}. Rows of an encoder-decoder then have these in place of tags."""
 
@@ -115,7 +113,7 @@ class DataSection:
     """Maximum length of a target in tokens, special tokens included; longer targets are truncated. text: tokens per
     block."""
 
-    templates: Annotated[list[Text], CLDR] = field(default_factory=list)
+    templates: Annotated[list[Text], CLDR] = Field(default_factory=list)
     """Templates of the phrases, such as date_long or price; empty: all."""
 
     direction: Annotated[Literal["to_english", "from_english", "both"] | None, PAIRS] = None
@@ -183,14 +181,14 @@ class DataSection:
     """Rows and columns of pixels that the model reads; null: the size of the model's image processor or, for a new
     model, of its configuration."""
 
-    augmentation: Annotated[dict[str, Any], IMAGES] = field(default_factory=dict)
+    augmentation: Annotated[dict[str, Any], IMAGES] = Field(default_factory=dict)
     """Transforms of training images by torchvision (`torchvision.transforms.v2`), in this order: the arguments of
     each, by its name, such as {RandomCrop: {size: 32, padding: 4}, RandomHorizontalFlip: {}}."""
 
     label_field: Annotated[Text, LABELLED] = "label"
     """Field that holds the label of a row: a name in `labels`, or the number of that name, counted from 0."""
 
-    labels: Annotated[list[Text], LABELLED] = field(default_factory=list)
+    labels: Annotated[list[Text], LABELLED] = Field(default_factory=list)
     """Names of the classes in the order of the model's outputs, such as [negative, positive]. Required."""
 
     max_length: Annotated[int, Field(ge=2), ROW_LENGTH_KINDS] = 1024
@@ -238,7 +236,7 @@ class DataSection:
         """The key with the most tokens of a row, or of the target of a pair."""
         return "max_length" if uses(self.kind, ROW_LENGTH_KINDS) else "max_target_tokens"
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.validation_fraction + self.test_fraction >= 1:
             raise DataError(
                 f"validation_fraction {self.validation_fraction} and test_fraction {self.test_fraction} leave nothing "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,21 +29,20 @@ from hf_gpipe.settings.section import (
     Fraction,
     Key,
     Place,
+    Settings,
     Text,
     keys_of,
     refuse_given,
-    section,
 )
 
 
-@section()
-class ModelSection:
+class ModelSection(Settings):
     """The transformers model to train, pretrained or new."""
 
     path: Place | None = None
     """Hub id or directory whose weights are loaded; null: a new model is initialised from `config`."""
 
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = Field(default_factory=dict)
     """`model_type` (marian, llama, ...) and the fields of its transformers config; with `path`, fields to override."""
 
     transformer: Text | None = None
@@ -73,7 +71,7 @@ class ModelSection:
     double_quantization: bool = False
     """With nf4 and fp4: whether the scales of the 4-bit blocks are quantised too, which saves 0.4 bits per weight."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         model_type = self.config.get("model_type")
         if model_type is not None and not isinstance(model_type, str):
             raise UserError(f"config.model_type is {model_type!r}; it must be a name such as marian or llama.")
@@ -99,8 +97,7 @@ class ModelSection:
                 )
 
 
-@section()
-class LoraSection:
+class LoraSection(Settings):
     """LoRA: small matrices beside linear layers are trained, and the weights of the model stay as they are."""
 
     r: Count | None = None
@@ -113,18 +110,18 @@ class LoraSection:
     lora_dropout: Fraction = 0.0
     """Dropout of the input of the matrices."""
 
-    target_modules: list[Text] = field(default_factory=list)
+    target_modules: list[Text] = Field(default_factory=list)
     """Names of the linear layers and embeddings that get matrices, such as [q_proj, v_proj, embed_tokens]; empty: all
     linear layers of the blocks."""
 
-    modules_to_save: list[Text] = field(default_factory=list)
+    modules_to_save: list[Text] = Field(default_factory=list)
     """Names of modules that are trained whole beside the matrices, such as [embed_tokens, lm_head]."""
 
     path: Place | None = None
     """A directory with saved adapters of the model at `model.path`, in peft's format, that are trained further. They
     bring the settings of all other keys of this section."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         others = [name for name in keys_of(LoraSection) if name != "path"]
         if self.path is not None:
             refuse_given(self, others, f"path is {self.path!r}, whose adapters have their own settings; leave path out")
@@ -137,9 +134,10 @@ class LoraSection:
         return self.r is not None or self.path is not None
 
 
-@section(kinds=TOKENIZED)
-class TokenizerSection:
+class TokenizerSection(Settings):
     """The tokenizer, loaded, or trained on the corpus as the other keys say."""
+
+    kinds = TOKENIZED
 
     path: Place | None = None
     """Hub id or directory to load from; null: the tokenizer of `model.path`, or, without one, a tokenizer that is
@@ -158,7 +156,7 @@ class TokenizerSection:
     """Number of pairs or documents, sampled from the corpus, on which a tokenizer is trained; null: 250,000, or 100,000
     of a stream."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.path is not None:
             self.check_loaded(f"path is {self.path!r}, whose tokenizer is trained already; leave path out")
 
@@ -167,8 +165,7 @@ class TokenizerSection:
         refuse_given(self, [name for name in keys_of(TokenizerSection) if name != "path"], why)
 
 
-@section()
-class EvaluationSection:
+class EvaluationSection(Settings):
     """Evaluation after training: scores of translations, loss of text, accuracy on preferences."""
 
     max_examples: Count | None = None
@@ -190,23 +187,22 @@ class EvaluationSection:
     """Number of translations shown in the summary."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """All settings of a run."""
 
     model: ModelSection
-    lora: LoraSection = field(default_factory=LoraSection)
-    preferences: PreferencesSection = field(default_factory=PreferencesSection)
-    kto: KTOSection = field(default_factory=KTOSection)
-    rewards: RewardsSection = field(default_factory=RewardsSection)
-    embeddings: EmbeddingsSection = field(default_factory=EmbeddingsSection)
-    grpo: GRPOSection = field(default_factory=GRPOSection)
-    distillation: DistillationSection = field(default_factory=DistillationSection)
+    lora: LoraSection = LoraSection()
+    preferences: PreferencesSection = PreferencesSection()
+    kto: KTOSection = KTOSection()
+    rewards: RewardsSection = RewardsSection()
+    embeddings: EmbeddingsSection = EmbeddingsSection()
+    grpo: GRPOSection = GRPOSection()
+    distillation: DistillationSection = DistillationSection()
     data: DataSection
-    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
-    pipeline: Annotated[PipelineConfig, MAY_CHANGE] = field(default_factory=PipelineConfig)
+    tokenizer: TokenizerSection = TokenizerSection()
+    pipeline: Annotated[PipelineConfig, MAY_CHANGE] = PipelineConfig()
     training: TrainingSection
-    evaluation: Annotated[EvaluationSection, MAY_CHANGE] = field(default_factory=EvaluationSection)
+    evaluation: Annotated[EvaluationSection, MAY_CHANGE] = EvaluationSection()
 
     @property
     def of_loss(self) -> Any:
@@ -236,7 +232,7 @@ class Recipe:
         }
 
 
-SECTIONS: dict[str, type] = get_type_hints(Recipe)
+SECTIONS: dict[str, Any] = {name: info.annotation for name, info in Recipe.model_fields.items()}
 """The class of each section."""
 
 
@@ -247,6 +243,5 @@ def all_keys() -> list[tuple[str, Key]]:
 
 def may_change() -> set[tuple[str, str]]:
     """The keys that a resumed run may change."""
-    hints = get_type_hints(Recipe, include_extras=True)
-    whole = {name for name, hint in hints.items() if MAY_CHANGE in getattr(hint, "__metadata__", ())}
+    whole = {name for name, info in Recipe.model_fields.items() if MAY_CHANGE in info.metadata}
     return {(name, key.name) for name, key in all_keys() if key.may_change or name in whole}

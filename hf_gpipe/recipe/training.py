@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.batch_size import BatchSize
-from hf_gpipe.settings.kinds import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES, uses
+from hf_gpipe.settings.kinds import OF_ROWS_ALONE, OF_TEXT, PACKED, uses
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.section import (
     MAY_CHANGE,
@@ -19,10 +18,10 @@ from hf_gpipe.settings.section import (
     NotNegative,
     Place,
     Positive,
+    Settings,
     Text,
     one_of,
     refuse_given,
-    section,
 )
 from hf_gpipe.text import show
 
@@ -65,8 +64,7 @@ class TrainingMeaning:
             )
 
 
-@section()
-class TrainingSection(TrainingMeaning):
+class TrainingSection(TrainingMeaning, Settings):
     """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""
 
     output_dir: Annotated[Place, MAY_CHANGE]
@@ -84,7 +82,7 @@ class TrainingSection(TrainingMeaning):
     batch_size: Count = 32
     """Number of examples in a mini-batch of the training, and of evaluations during the training."""
 
-    batch_tokens: Annotated[Count | None, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = None
+    batch_tokens: Annotated[Count | None, PACKED] = None
     """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""
 
     gradient_accumulation_steps: Count = 1
@@ -93,7 +91,7 @@ class TrainingSection(TrainingMeaning):
     length_bucketing: Annotated[bool, OF_TEXT] = True
     """Whether examples of similar length share a mini-batch and a micro-batch, which saves padding."""
 
-    packing: Annotated[bool, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = False
+    packing: Annotated[bool, PACKED] = False
     """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
     padding. Examples do not attend to each other, and loss and gradients stay the same. Models that cannot keep
     examples apart are not supported."""
@@ -174,7 +172,7 @@ class TrainingSection(TrainingMeaning):
     """On several machines, the number of optimizer steps between two comparisons of the time that each machine
     computes. A message names a slow machine. Ten of these steps are timed. null: machines are not compared."""
 
-    report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
+    report_to: Annotated[list[Text], MAY_CHANGE] = Field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
     by transformers' names."""
 
@@ -223,7 +221,7 @@ class TrainingSection(TrainingMeaning):
         """Whether rows of similar length share a mini-batch, where the data are of this kind; images are all alike."""
         return self.length_bucketing and uses(kind, OF_TEXT)
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if not self.push_to_hub:
             refuse_given(self, ("hub_model_id", "hub_private_repo"), "push_to_hub is false; set it to true")
         if not self.report_to:

@@ -34,9 +34,10 @@ class Chunks(NamedTuple):
 class RowChunks(Mode):
     """How rows are cut into chunks."""
 
+    kinds = WITHOUT_IMAGES
     excludes: ClassVar[dict[str, str]] = dict.fromkeys((ASYNCHRONOUS, DIVIDED_HEAD, DEALT_STAGES, TEACHER), "")
 
-    sequence_chunks: Annotated[Count | Auto | Annotated[str, Field(pattern=rf"\{CHUNK_UNIT}$")], WITHOUT_IMAGES] = 1
+    sequence_chunks: Count | Auto | Annotated[str, Field(pattern=rf"\{CHUNK_UNIT}$")] = 1
     """Number of chunks of tokens into which rows are cut in training; chunks go through the stages one after another,
     as micro-batches do. It helps where a mini-batch has few and long rows, and needs a decoder-only model whose layers
     keep only keys and values of earlier tokens. Evaluation and generation do not cut rows. 1: rows are whole; auto: the
@@ -86,7 +87,7 @@ class RowChunks(Mode):
 class DecidedRowChunks(RowChunks):
     """How rows are cut, where that is known."""
 
-    sequence_chunks: Annotated[Count, WITHOUT_IMAGES] = 1
+    sequence_chunks: Count = 1
     chunk_taper: NotNegative = 0.0
 
     @property

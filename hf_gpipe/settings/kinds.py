@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hf_gpipe.settings.section import NotWith
-
 #: The kinds of data that use a key, in its annotation; with another kind the key is an error.
 ROW_KINDS = ("jsonl", "csv", "parquet", "parallel", "hub")
 
@@ -44,10 +42,9 @@ def files_like(kind: str) -> str:
     return kind if kind in KINDS else MESSAGE_KINDS[0]
 
 
-#: What keys of other sections are marked with.
-OF_ROWS_ALONE = NotWith(
-    (*PAIRED_KINDS, "kto", "embeddings", "prompts"), "whose mini-batches and loss are of several rows together"
-)
-OF_MANY_LABELS = NotWith(LABELLED, "whose rows have one label each and are padded")
-WITHOUT_IMAGES = NotWith(IMAGE_TEXT, "whose rows have images")
+#: Kinds whose loss is of several rows together; the others, and those of them whose rows have a label for each token.
+_OF_SEVERAL_ROWS = (*PAIRED_KINDS, "kto", "embeddings", "prompts")
+OF_ROWS_ALONE = tuple(kind for kind in (*OF_TEXT, *IMAGES) if kind not in _OF_SEVERAL_ROWS)
+PACKED = tuple(kind for kind in OF_ROWS_ALONE if kind not in (*LABELLED, *IMAGE_TEXT))
+WITHOUT_IMAGES = (*TOKENIZED, *IMAGES)
 OF_THE_HUB = ("hub", *SEQUENCE_KINDS, *IMAGES)

@@ -12,9 +12,9 @@ from hf_gpipe.settings.section import (
     NotNegative,
     Place,
     Positive,
+    Settings,
     keys_of,
     refuse_given,
-    section,
 )
 
 #: The losses of preferences that need no reference, and those that read an option.
@@ -37,8 +37,7 @@ def _check_read(section: Any) -> None:
             refuse_given(section, (name,), why)
 
 
-@section()
-class _AgainstReference:
+class _AgainstReference(Settings):
     """The keys of losses that compare the model with a reference, the model before its training."""
 
     beta: Positive = 0.1
@@ -52,9 +51,10 @@ class _AgainstReference:
     """Whether the model has no dropout in training."""
 
 
-@section(kinds=("preferences",))
 class PreferencesSection(_AgainstReference):
     """Options of the loss for `data.kind: preferences` (DPO and others); keys as in TRL's DPOConfig."""
+
+    kinds = ("preferences",)
 
     loss_type: Literal[
         "sigmoid",
@@ -87,16 +87,17 @@ class PreferencesSection(_AgainstReference):
     reference_free: bool = False
     """Whether the loss leaves the reference out."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         _check_read(self)
         if self.reference_free or self.loss_type in WITHOUT_REFERENCE:
             free = "reference_free is true" if self.reference_free else f"loss_type is {self.loss_type}"
             refuse_given(self, ("precompute_ref_log_probs",), f"{free}, so no reference is read; change that")
 
 
-@section(kinds=("kto",))
 class KTOSection(_AgainstReference):
     """Options of the loss for `data.kind: kto`, answers that are wanted or not; keys as in TRL's KTOConfig."""
+
+    kinds = ("kto",)
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto: an answer is compared with the mean log-ratio of the mini-batch's prompts with the answers of other prompts,
@@ -109,9 +110,10 @@ class KTOSection(_AgainstReference):
     """Factor of the loss of an answer that is not wanted."""
 
 
-@section(kinds=("rewards",))
-class RewardsSection:
+class RewardsSection(Settings):
     """Options of the loss for `data.kind: rewards` (Bradley-Terry); keys as in TRL's RewardConfig."""
+
+    kinds = ("rewards",)
 
     center_rewards_coefficient: NotNegative | None = None
     """Factor of the square of the sum of a pair's rewards, which is added to the loss; null: 0."""
@@ -120,9 +122,10 @@ class RewardsSection:
     """Whether the model has no dropout in training."""
 
 
-@section(kinds=("embeddings",))
-class EmbeddingsSection:
+class EmbeddingsSection(Settings):
     """Options of the loss for `data.kind: embeddings`; names as in sentence-transformers."""
+
+    kinds = ("embeddings",)
 
     loss_type: Literal["multiple_negatives", "triplet", "cosine"] = "multiple_negatives"
     """multiple_negatives: the model learns to find an anchor's own text among the texts of all rows of the mini-batch
@@ -156,7 +159,7 @@ class EmbeddingsSection:
     disable_dropout: bool = False
     """Whether the model has no dropout in training."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         _check_read(self)
 
     @property
@@ -165,9 +168,10 @@ class EmbeddingsSection:
         return self.texts or (3 if self.loss_type == "triplet" else 2)
 
 
-@section(kinds=("prompts",))
-class GRPOSection:
+class GRPOSection(Settings):
     """Options for `data.kind: prompts` (GRPO): rewards of own completions; keys as in TRL's GRPOConfig."""
+
+    kinds = ("prompts",)
 
     reward: Literal["exact", "contains", "characters"] = "exact"
     """Reward of a completion, from 0 to 1. exact: 1 if the completion is the row's `answer`; contains: 1 if the answer
@@ -206,9 +210,10 @@ class GRPOSection:
     """Whether the model has no dropout in training."""
 
 
-@section(kinds=(*PAIRS, "text", "chat"))
-class DistillationSection:
+class DistillationSection(Settings):
     """A teacher whose token probabilities the model learns; keys as in TRL's GKDConfig."""
+
+    kinds = (*PAIRS, "text", "chat")
 
     teacher: Place | None = None
     """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: no teacher. The teacher
@@ -228,6 +233,6 @@ class DistillationSection:
     cross_entropy_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the cross-entropy of the targets in the loss; the divergence has the rest."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.teacher is None:
             refuse_given(self, keys_of(DistillationSection), "teacher is null; name a teacher")

@@ -22,9 +22,9 @@ from hf_gpipe.schedule import (
 )
 from hf_gpipe.schedule.actions import parse_number
 from hf_gpipe.settings.division import Division
-from hf_gpipe.settings.mode import AUTO, NOT_GIVEN, Auto, Listed, NotGiven, Settings
+from hf_gpipe.settings.mode import AUTO, NOT_GIVEN, Auto, Listed, NotGiven
 from hf_gpipe.settings.schedules import SharedUpdates
-from hf_gpipe.settings.section import Count, Text, one_of
+from hf_gpipe.settings.section import Count, Settings, Text, one_of
 
 #: What `zero` 1 becomes on a mesh that the planner has chosen without replicas.
 UNSHARED = "zero 0 (no stage has replicas)"

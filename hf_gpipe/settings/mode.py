@@ -1,13 +1,13 @@
-"""Settings that pydantic checks, and modes: settings that belong together, with what they do not go with."""
+"""Modes: settings that belong together, with what they do not go with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator
 
-from hf_gpipe.settings.section import STRICT, keys_of, misfit
+from hf_gpipe.settings.section import Settings, keys_of
 
 T = TypeVar("T")
 Auto = Literal["auto"]
@@ -26,19 +26,6 @@ RUN, EACH_PROCESS = object(), object()
 #: What modes exclude: the modes of these fields, a teacher, and a loss that compares the rows of a mini-batch.
 ASYNCHRONOUS, DIVIDED_HEAD, DEALT_STAGES = "asynchronous", "divided_head", "dealt_stages"
 TEACHER, COMPARED_ROWS = "teacher", "compared_rows"
-
-
-class Settings(BaseModel):
-    """Frozen values, checked strictly: nothing is converted, and what does not fit is a UserError."""
-
-    model_config = ConfigDict(**STRICT, frozen=True, populate_by_name=True)
-
-    def __init__(self, /, *args: Any, **values: Any) -> None:
-        given = dict(zip(keys_of(type(self)), args, strict=False)) | values
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise misfit(error, type(self), given) from None
 
 
 #: The value of each key of a configuration, by its name.

@@ -158,10 +158,6 @@ class PipelineConfig(MeshConfig):
         """The value of every key, those of modes among them."""
         return {name: key.value_in(self) for name, key in keys_of(type(self)).items()}
 
-    def replace(self, **values: Any) -> Self:
-        """A copy with other values of keys."""
-        return type(self)(**{**vars(self), **values})
-
     # ------------------------------------------------------------------ modes
 
     @property

@@ -1,4 +1,4 @@
-"""A section of a recipe: a frozen dataclass or model that pydantic validates, with metadata for each field.
+"""Settings: frozen values that pydantic validates, such as a section of a recipe, with metadata for each field.
 
 A field's annotation is its check, the string under it is its help, and `Annotated` adds which kinds of data use it, a
 tuple of their names, and whether a resumed run may change it.
@@ -7,15 +7,15 @@ tuple of their names, and whether a resumed run may change it.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as validated
 from pydantic_core import core_schema
 
 from hf_gpipe.errors import UserError, nearest
@@ -32,7 +32,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share below 1."""
 
-T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -54,18 +53,11 @@ MAY_CHANGE = object()
 
 
 @dataclass(frozen=True)
-class NotWith:
-    """Marks a key of which only the default goes with some kinds of data, and why."""
-
-    others: tuple[str, ...]
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Key:
-    """The metadata of one field of a section, or of a model within it, which `path` names by attributes.
+    """The metadata of one field of settings, or of settings within them, which `path` names by attributes.
 
-    `kinds` are the kinds of data that use it, None: all do; `marks` are what its annotation says besides.
+    `kinds` are the kinds of data that use it, None: all do; `marks` are what its annotation says besides; `allowed` is
+    the type of its values, with their limits.
     """
 
     name: str
@@ -74,18 +66,13 @@ class Key:
     is_required: bool
     kinds: tuple[str, ...] | None
     marks: tuple[Any, ...]
-    section: type = field(repr=False)
+    allowed: Any
     path: str
 
     @cached_property
     def schema(self) -> dict[str, Any]:
         """Its JSON schema."""
-        schema: dict[str, Any] = _schema(self.section)["properties"][self.name]
-        return schema
-
-    def check(self, argument: str, value: Any) -> None:
-        """Raise UserError where an argument, which may have another name, has a value that the key does not allow."""
-        check_value(argument, value, get_type_hints(self.section, include_extras=True)[self.name])
+        return _adapter(self.allowed).json_schema()
 
     @cached_property
     def value_in(self) -> Callable[[Any], Any]:
@@ -109,6 +96,8 @@ def check_value(argument: str, value: Any, allowed: Any) -> None:
         _adapter(allowed).validate_python(value.item() if hasattr(value, "item") else value)
     except ValidationError:
         words = describe(_adapter(allowed).json_schema()).replace("null", "None")
+        if isinstance(value, float) and not math.isfinite(value):
+            words = words.replace("a number", "a finite number")
         raise UserError(f"{argument}={value!r}: expected {words}") from None
 
 
@@ -138,58 +127,45 @@ def dotted(path: tuple[object, ...]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(*, kinds: tuple[str, ...] | None = None) -> Callable[[type[T]], type[T]]:
-    """Decorator that makes a class a frozen dataclass whose values are checked strictly: nothing is converted.
+class Settings(BaseModel):
+    """Frozen values, checked strictly: nothing is converted, and what does not fit is a `MisfitError`."""
 
-    `kinds` are the kinds of data that use its keys; None: all do, except for keys that are marked with others.
+    model_config = ConfigDict(**STRICT, frozen=True, populate_by_name=True)
 
-    A value that does not fit raises a `MisfitError`.
-    """
+    #: The kinds of data that use its keys; None: all do, except for keys that are marked with others.
+    kinds: ClassVar[tuple[str, ...] | None] = None
 
-    def decorate(cls: type[T]) -> type[T]:
-        made: Any = validated(frozen=True, kw_only=True, config=STRICT)(cls)
-        init = made.__init__
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        given = dict(zip(keys_of(type(self)), args, strict=False)) | values
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise misfit(error, type(self), given) from None
 
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **values: Any) -> None:
-            try:
-                init(self, *args, **values)
-            except ValidationError as error:
-                names = [section_field.name for section_field in fields(made)]
-                raise misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
-
-        made.__init__, made.__kinds__ = checked, kinds
-        return made
-
-    return decorate
+    def replace(self, **values: Any) -> Self:
+        """A copy with other values of keys."""
+        return type(self)(**{**vars(self), **values})
 
 
 @functools.cache
-def keys_of(cls: type) -> dict[str, Key]:
-    """The keys of a section by name; those of a model within it are keys too."""
-    # Pydantic gives the help to the class that declares a field alone.
-    bases = [base for base in reversed(cls.__mro__) if hasattr(base, "__pydantic_fields__")]
-    texts = {
-        name: info.description for base in bases for name, info in base.__pydantic_fields__.items() if info.description
-    }
-    marks = {name: info.metadata for base in bases for name, info in base.__pydantic_fields__.items() if info.metadata}
+def keys_of(cls: type[Settings]) -> dict[str, Key]:
+    """The keys of settings by name; those of settings within them are keys too."""
     keys: dict[str, Key] = {}
-    for field_name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+    for field_name, info in cls.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Settings):
             own = keys_of(info.annotation).values()
             keys |= {key.name: replace(key, path=f"{field_name}.{key.path}") for key in own}
             continue
-        name = info.alias or field_name
-        is_required = info.is_required()
-        kinds = next((mark for mark in info.metadata if isinstance(mark, tuple)), getattr(cls, "__kinds__", None))
-        default = None if is_required else info.get_default(call_default_factory=True)
-        text = " ".join(texts.get(field_name, "").split())
-        keys[name] = Key(name, text, default, is_required, kinds, tuple(marks.get(field_name, ())), cls, field_name)
+        name, text, marks = info.alias or field_name, " ".join((info.description or "").split()), tuple(info.metadata)
+        kinds = next((mark for mark in marks if isinstance(mark, tuple)), cls.kinds)
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        annotated: Any = (info.annotation, *marks, kinds)
+        allowed: Any = Annotated[annotated]
+        keys[name] = Key(name, text, default, info.is_required(), kinds, marks, allowed, field_name)
     return keys
 
 
-def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[UserError] = UserError) -> None:
+def refuse_given(of_section: Settings, names: Iterable[str], why: str, error: type[UserError] = UserError) -> None:
     """Raise `error` for a key of a section that differs from its default.
 
     Args:
@@ -197,25 +173,20 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[Us
         names: of the keys.
         why: what they are not allowed beside, and how to change that.
     """
-    cls: type = type(of_section)
+    keys = keys_of(type(of_section))
     for name in names:
-        if (value := keys_of(cls)[name].value_in(of_section)) != keys_of(cls)[name].default:
+        if (value := keys[name].value_in(of_section)) != keys[name].default:
             raise error(f"{name} is {show(value)} and {why}, or leave {name} out.")
 
 
-def check_by(cls: type, options: Any) -> Any:
+def check_by(cls: type[Settings], options: Any) -> Any:
     """The section with the values of options of the names of its keys. Raises UserError for what it does not allow."""
     values = {name: getattr(options, name) for name in keys_of(cls) if hasattr(options, name)}
     return cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
 
 
-@functools.cache
-def _schema(cls: type) -> dict[str, Any]:
-    return TypeAdapter(cls).json_schema()
-
-
-def misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> UserError:
-    """The first error that pydantic found, as a `MisfitError`; an error of `__post_init__` as it was raised."""
+def misfit(error: ValidationError, cls: type[Settings], values: Mapping[str, Any]) -> UserError:
+    """The first error that pydantic found, as a `MisfitError`; an error of a check as it was raised."""
     first = error.errors(include_url=False)[0]
     if isinstance(raised := first.get("ctx", {}).get("error"), UserError):
         return raised

@@ -69,10 +69,10 @@ class PreferenceLoss(NotingLoss):
         UserError: a value that is not allowed.
     """
 
-    beta: float = PreferencesSection.beta
-    loss_type: str = PreferencesSection.loss_type
-    label_smoothing: float = PreferencesSection.label_smoothing
-    reference_free: bool = field(default=PreferencesSection.reference_free, kw_only=True)
+    beta: float = PreferencesSection().beta
+    loss_type: str = PreferencesSection().loss_type
+    label_smoothing: float = PreferencesSection().label_smoothing
+    reference_free: bool = field(default=PreferencesSection().reference_free, kw_only=True)
     simpo_gamma: float | None = field(default=None, kw_only=True)
     cpo_alpha: float | None = field(default=None, kw_only=True)
 

@@ -92,12 +92,12 @@ class EmbeddingLoss(NotingLoss):
         UserError: a value that is not allowed.
     """
 
-    loss_type: str = EmbeddingsSection.loss_type
-    pooling: str = EmbeddingsSection.pooling
+    loss_type: str = EmbeddingsSection().loss_type
+    pooling: str = EmbeddingsSection().pooling
     texts: int = None  # type: ignore[assignment]  # until it is made
-    scale: float = field(default=EmbeddingsSection.scale, kw_only=True)
-    margin: float = field(default=EmbeddingsSection.margin, kw_only=True)
-    distance: str = field(default=EmbeddingsSection.distance, kw_only=True)
+    scale: float = field(default=EmbeddingsSection().scale, kw_only=True)
+    margin: float = field(default=EmbeddingsSection().margin, kw_only=True)
+    distance: str = field(default=EmbeddingsSection().distance, kw_only=True)
     matryoshka_dims: tuple[int, ...] = field(default=(), kw_only=True)
     matryoshka_weights: tuple[float, ...] = field(default=(), kw_only=True)
     normalizes: bool = field(default=False, kw_only=True)

@@ -45,10 +45,10 @@ class KTOLoss(NotingLoss):
         UserError: a value that is not allowed.
     """
 
-    beta: float = KTOSection.beta
-    loss_type: str = KTOSection.loss_type
-    desirable_weight: float = KTOSection.desirable_weight
-    undesirable_weight: float = KTOSection.undesirable_weight
+    beta: float = KTOSection().beta
+    loss_type: str = KTOSection().loss_type
+    desirable_weight: float = KTOSection().desirable_weight
+    undesirable_weight: float = KTOSection().undesirable_weight
 
     metrics = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
     reads = Reads.ROWS

@@ -11,7 +11,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.libraries.transformers_trainer import FIELDS_OF_JSON
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe import TrainingSection
-from hf_gpipe.settings.kinds import OF_ROWS_ALONE
+from hf_gpipe.settings.kinds import uses
 from hf_gpipe.settings.losses import PreferencesSection
 from hf_gpipe.settings.section import check_by, keys_of
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
@@ -104,7 +104,7 @@ class TaskArguments(PipelineTrainingArguments):
     def check(self) -> None:
         super().check()
         for name, key in keys_of(TrainingSection).items():
-            if OF_ROWS_ALONE in key.marks and (value := getattr(self, name)) not in (None, key.default):
+            if not uses("preferences", key.kinds) and (value := getattr(self, name)) not in (None, key.default):
                 raise UserError(
                     f"{name}={value!r}: mini-batches are made of whole examples, and the loss is not the "
                     "cross-entropy; leave it out"
@@ -135,7 +135,7 @@ class ReferenceArguments(ModelArguments, TaskArguments):
     learning_rate: float = argument(1e-6, "Peak learning rate.")
     beta: float = key_of(PreferencesSection, "beta")
     precompute_ref_log_probs: bool = argument(
-        PreferencesSection.precompute_ref_log_probs,
+        PreferencesSection().precompute_ref_log_probs,
         "Whether the reference's log-probabilities are computed once, before the training. They are in any "
         "case, unless the model gets new PEFT adapters.",
     )

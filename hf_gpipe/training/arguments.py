@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, TrainingArguments
 
-from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, check_number, nearest
+from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, nearest
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import is_bitsandbytes_available
 from hf_gpipe.libraries.transformers_trainer import ParallelMode
@@ -25,7 +25,7 @@ from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.training import TrainingMeaning
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig
-from hf_gpipe.settings.section import keys_of
+from hf_gpipe.settings.section import Count, CountOrZero, NotNegative, Settings, check_value, keys_of
 from hf_gpipe.training.supported import (
     HARMLESS_ARGUMENTS,
     HARMLESS_VALUES,
@@ -34,6 +34,8 @@ from hf_gpipe.training.supported import (
     REFUSED_ENVIRONMENT,
     SAMPLING,
 )
+
+T = TypeVar("T")
 
 #: The error where nothing can be planned.
 _CANNOT_PLAN = (
@@ -52,23 +54,62 @@ def argument(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
-def key_of(section: type, name: str) -> Any:
-    """Make a field that is also a key of a recipe, with the key's default and help."""
-    key = keys_of(section)[name]
-    return argument(key.default, key.text.replace("null:", "None:"))
+def key_of(section: type[Settings], name: str, text: str = "", **metadata: Any) -> Any:
+    """Make a field that is also a key of a recipe, with the key's default and, where `text` is empty, its help.
 
-
-def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
-    """Make a field for a key that a given Pipeline decides: None is not given, a value is compared with its."""
+    What a given Pipeline decides is None where it is not given: a value is compared with the Pipeline's.
+    """
     key = keys_of(section)[name]
+    text = text or key.text.replace("null:", "None:")
+    if section is not PipelineConfig and name != "packing":
+        return argument(key.default, text, **metadata)
     otherwise = _CANNOT_PLAN if name in PLANNED else f"None: {key.default}."
-    return argument(None, f"{key.text.replace('null:', 'None:')} {otherwise}", **metadata)
+    return argument(None, text if name not in PLANNED and key.default is None else f"{text} {otherwise}", **metadata)
 
 
+def with_keys_of(section: type[Settings], but: Sequence[str] = ()) -> Callable[[type[T]], type[T]]:
+    """Make a decorator, for below `dataclass`, that gives a class of arguments a field for each key of a section.
+
+    Args:
+        section: of a recipe.
+        but: the keys that are no arguments; neither are those that the class, or the library's, has itself.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        taken = {known.name for known in fields(TrainingArguments)} | cls.__annotations__.keys() | {*but}
+        own = {name: key for name, key in keys_of(section).items() if name not in taken}
+        cls.__annotations__ = {name: _type_of_word(key.schema) for name, key in own.items()} | cls.__annotations__
+        for name in own:
+            setattr(cls, name, key_of(section, name))
+        return cls
+
+    return decorate
+
+
+def _type_of_word(schema: Mapping[str, Any]) -> Any:
+    """The narrowest type that a key allows, which a parser of a command line makes of a word, or of several."""
+    options = schema.get("anyOf", [schema])
+    if any(option.get("items", {}).get("type") == "integer" for option in options):
+        return list[int]
+    types = {option.get("type") for option in options}
+    return next((kind for name, kind in _TYPES_OF_WORDS.items() if name in types), str)
+
+
+_TYPES_OF_WORDS: dict[str, type] = {"boolean": bool, "integer": int, "number": float}
 _TIMEOUT = keys_of(PipelineConfig)["timeout_seconds"]
 
 
+#: The keys that the launcher of the processes decides, and those that the library has by other names.
+_OF_LAUNCHER = (
+    *("placement", "num_processes", "speeds", "device", "devices"),
+    *("timeout_seconds", "measure_links", "threads_per_process"),
+)
+_RENAMED = ("batch_size", "length_bucketing", "decay_steps", "resume")
+
+
 @dataclass
+@with_keys_of(PipelineConfig, but=_OF_LAUNCHER)
+@with_keys_of(TrainingSection, but=_RENAMED)
 class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     """Arguments of `PipelineTrainer`: the arguments of transformers' Trainer, and how the model is cut into stages.
 
@@ -80,42 +121,25 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline does not support.
     """
 
-    num_stages: int | str = key_of(PipelineConfig, "num_stages")
-    num_micro_batches: int | str = _decided("num_micro_batches")
-    schedule: str = _decided("schedule")
-    recompute: str = _decided("recompute")
-    partition: list[int] | str = _decided("partition")
-    memory: str | None = key_of(PipelineConfig, "memory")
-    replicas: int | list[int] | str = _decided("replicas")
-    zero: int = _decided("zero")
-    tensor_parallel: int = _decided("tensor_parallel")
-    sequence_chunks: int | str = _decided("sequence_chunks")
-    chunk_taper: float | str = _decided("chunk_taper")
-    offload_weights: str | None = key_of(PipelineConfig, "offload_weights")
-    boundary_dtype: str | None = key_of(PipelineConfig, "boundary_dtype")
-    timeline_steps: int | None = key_of(TrainingSection, "timeline_steps")
-    slow_machine_steps: int | None = key_of(TrainingSection, "slow_machine_steps")
-    logit_clipping: float | None = key_of(TrainingSection, "logit_clipping")
-    fp32_master_weights: bool = key_of(TrainingSection, "fp32_master_weights")
-    offload_optimizer: bool = key_of(TrainingSection, "offload_optimizer")
-    batch_tokens: int | None = argument(
-        TrainingSection.batch_tokens,
+    batch_tokens: int | None = key_of(
+        TrainingSection,
+        "batch_tokens",
         "Approximate number of target tokens in a training mini-batch; None: per_device_train_batch_size rows.",
     )
     # On a command line `--packing` alone means True.
-    packing: bool | None = _decided("packing", TrainingSection, nargs="?", const=True)
-    sampling_temperature: float = argument(
-        DataSection.temperature,
+    packing: bool | None = key_of(TrainingSection, "packing", nargs="?", const=True)
+    sampling_temperature: float = key_of(
+        DataSection,
+        "temperature",
         "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: each epoch has every row "
         "once. Other values need a dataset whose attribute `languages` or column `language` names each row's language.",
     )
-    stop_seconds: float = argument(
-        TrainingSection.stop_seconds,
+    stop_seconds: float = key_of(
+        TrainingSection,
+        "stop_seconds",
         "With enable_jit_checkpoint: seconds that a training has after SIGTERM or SIGINT to end its step and save; "
         "then it ends without saving.",
     )
-    save_in_background: str = key_of(TrainingSection, "save_in_background")
-    on_nonfinite_loss: str = key_of(TrainingSection, "on_nonfinite_loss")
     # The default is the library's, and recipes have the same.
     ddp_timeout: int = argument(int(_TIMEOUT.default), _TIMEOUT.text)
     predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate texts for the metrics.")
@@ -149,9 +173,9 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     def __post_init__(self) -> None:
         if self.num_train_epochs is None:
             raise UserError("num_train_epochs=None: give a number above 0, or leave it out; max_steps goes before it")
-        if isinstance(self.replicas, list) and len(self.replicas) == 1:
+        if isinstance(given := self.__dict__["replicas"], list) and len(given) == 1:
             # It is a single number of a command line.
-            self.replicas = self.replicas[0]
+            self.__dict__["replicas"] = given[0]
         self._take_mixed_precision_of_launcher()
         # These checks come before the library's own checks, which replace values and could act on them.
         self._settled: dict[str, Any] = {}
@@ -205,25 +229,14 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 
     def _check_numbers(self) -> None:
         """Raise UserError for a number that the library lets pass, and that no training can have."""
-        for name, key in LIMITS.items():
+        for name, allowed in LIMITS.items():
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
-                key.check(name, getattr(self, name))
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            check_count(name, getattr(self, name), 1)
+                check_value(name, getattr(self, name), allowed)
         if self.max_steps != -1:
             check_count("max_steps", self.max_steps, 1, otherwise=", or -1: num_train_epochs decides")
-        if self.data_seed is not None:
-            check_count("data_seed", self.data_seed, 0)
-        check_count("dataloader_num_workers", self.dataloader_num_workers, 0)
-        check_number("num_train_epochs", self.num_train_epochs, -math.inf)
-        if self.neftune_noise_alpha is not None:
-            check_number("neftune_noise_alpha", self.neftune_noise_alpha)
         bound = 0 if self.max_grad_norm is None else self.max_grad_norm
         if not isinstance(bound, int | float) or math.isnan(bound):
             raise UserError(f"max_grad_norm={self.max_grad_norm!r}: expected a number; 0 or None: no clipping")
-        for name in ("generation_max_length", "generation_num_beams"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
 
     def _check_sampling(self) -> None:
         if self.sampling_temperature != 1 and self.train_sampling_strategy == "sequential":
@@ -372,12 +385,16 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 PIPELINE_ARGUMENTS = tuple(
     name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
 )
-#: The keys whose limits arguments have. A library's argument is among them if the library has no limits for it.
-LIMITS = {
-    **{
-        name: key for name, key in keys_of(TrainingSection).items() if name in PipelineTrainingArguments.__annotations__
-    },
-    **{name: keys_of(TrainingSection)[name] for name in ("gradient_accumulation_steps", "seed", "weight_decay")},
-    "ddp_timeout": keys_of(PipelineConfig)["timeout_seconds"],
-    "sampling_temperature": keys_of(DataSection)["temperature"],
+_OF_TRAINING = keys_of(TrainingSection)
+#: What arguments may be: as keys, or where the library has no limits of its own. A default of None may be given too.
+LIMITS: dict[str, Any] = {
+    **{name: key.allowed for name, key in _OF_TRAINING.items() if name in PipelineTrainingArguments.__annotations__},
+    **{name: _OF_TRAINING[name].allowed for name in ("gradient_accumulation_steps", "seed", "weight_decay")},
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), Count),
+    **dict.fromkeys(("generation_max_length", "generation_num_beams"), Count),
+    **dict.fromkeys(("data_seed", "dataloader_num_workers"), CountOrZero),
+    "num_train_epochs": float,
+    "neftune_noise_alpha": NotNegative,
+    "ddp_timeout": _TIMEOUT.allowed,
+    "sampling_temperature": keys_of(DataSection)["temperature"].allowed,
 }

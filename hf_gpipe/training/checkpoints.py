@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ import transformers
 from transformers import TrainerState
 
 from hf_gpipe import strict_json
-from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import (
     check_shared,
     check_whole,
@@ -33,15 +30,9 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
-from hf_gpipe.checkpoint.state import (
-    TRAINER_STATE_FILE,
-    check_state,
-    load_state,
-    pending_state,
-    read_state,
-    read_trainer_state,
-)
-from hf_gpipe.checkpoint.together import write_once
+from hf_gpipe.checkpoint.save import write_once
+from hf_gpipe.checkpoint.state import check_state, load_state, read_state, read_trainer_state
+from hf_gpipe.checkpoint.writer import CheckpointWriter
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job import failures
 from hf_gpipe.job.facts import available_memory
@@ -50,8 +41,8 @@ from hf_gpipe.libraries.transformers import CONFIG_NAME
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.text import size_text
 from hf_gpipe.training.optim import set_rates, updated_parameters
-from hf_gpipe.training.saving_trainer import SavingTrainer
 from hf_gpipe.training.steps import OLDER_DATA_FACTS
+from hf_gpipe.training.trainer_interface import TrainerInterface
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -86,7 +77,7 @@ class Checkpoints:
         saved_step: the step whose checkpoint was begun last; None: none so far.
     """
 
-    def __init__(self, trainer: SavingTrainer) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer, self._args, self._pipe = trainer, trainer.args, trainer.pipe
         self._world, self._for_saving = trainer.pipe.world, trainer.pipe.world.for_thread("saving")
         self._output_dir = Path(trainer.args.output_dir)
@@ -160,8 +151,10 @@ class Checkpoints:
             except KeyError as error:
                 raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
         self._pipe.step = saved.pipeline_step
-        position = DataPosition(saved.position.epoch) if self._args.ignore_data_skip else saved.position
-        return replace(saved, position=position, data=new.data, num_micro_batches=now), state
+        if self._args.ignore_data_skip:
+            saved.position = DataPosition(epoch=saved.position.epoch, mini_batches=0)
+        saved.data, saved.num_micro_batches = new.data, now
+        return saved, state
 
     def find_best(self, resumed: Path | None = None) -> Path | None:
         """The checkpoint of the best model, if it can be read; otherwise the state forgets it. Every process calls it.
@@ -197,7 +190,7 @@ class Checkpoints:
         with Job.current().during("preparing for checkpoints"):
             self.check_state(run)
             try:
-                self._trainer.try_to_save(directory, self._for_saving)
+                self._trainer.try_to_save(self._pipe.weights.writer(self._for_saving), directory)
             except UserError as error:
                 if self._saves:
                     raise
@@ -227,18 +220,17 @@ class Checkpoints:
         final = self.path(state.global_step)
         with Job.current().during(f"saving {final.name}"), ExitStack() as stack:
             directory = stack.enter_context(written_whole(final, self._for_saving))
-            parts = [self._trainer.model_to_save(directory, self._for_saving)]
+            writer = self._pipe.weights.writer(self._for_saving)
+            self._trainer.begin_to_save(writer, directory)
             if not self._args.save_only_model:
-                parts.append(self._state_to_save(directory, run))
-            pending = [part for part in parts if part is not None]
-            is_in_background = self._may_copy(pending)
-            for part in pending if is_in_background else []:
-                part.copy()
+                self._add_state(writer, run)
+            if is_in_background := self._may_copy(writer.num_bytes):
+                writer.copy()
             # The state changes, and other checkpoints become the best one, while this one is written.
             snapshot = copy.deepcopy(state) if self._world.is_main else state
             # A checkpoint with a higher number may be there from an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
-            write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep)
+            write = partial(self._write, stack.pop_all(), writer, snapshot, keep)
             self.saved_step = state.global_step
             outcome: Future[None] | None = None
             if is_in_background:
@@ -284,22 +276,22 @@ class Checkpoints:
         with Job.current().during(f"saving {self._saving.path.name}"):
             wait([self._saving.outcome], within if self._world.num_processes > 1 else None)
 
-    def _state_to_save(self, directory: Path, run: RunState) -> PendingWrite:
-        masters, scheduler = self._trainer.master_weights, self._trainer.lr_scheduler
-        optimizer, updated = self._trainer.made_optimizer(), updated_parameters(self._trainer)
-        stage_of = self._pipe.ties.owner_stage
-        shards = self._pipe.weights.shards_of(optimizer)
+    def _add_state(self, writer: CheckpointWriter, run: RunState) -> None:
+        masters, optimizer = self._trainer.master_weights, self._trainer.made_optimizer()
         with masters.in_state_of(optimizer) if masters is not None else nullcontext():
-            whole_of = self._pipe.weights.whole
-            processes = self._for_saving
-            return pending_state(directory, updated, stage_of, optimizer, scheduler, run, processes, shards, whole_of)
+            updated, shards = updated_parameters(self._trainer), self._pipe.weights.shards_of(optimizer)
+            writer.add_state(updated, optimizer, self._trainer.lr_scheduler, run, shards)
 
-    def _may_copy(self, parts: Sequence[PendingWrite]) -> bool:
-        """Whether the parts of a checkpoint are copied, and written in the background. The same in every process."""
+    def _may_copy(self, num_bytes: int) -> bool:
+        """Whether a checkpoint is copied, and written in the background. The same in every process.
+
+        Args:
+            num_bytes: of this process's copies.
+        """
         asked = self._args.save_in_background
         if asked != "auto":
             return asked == "always"
-        num_bytes, copied = sum(part.num_bytes for part in parts), Counter[str]()
+        copied = Counter[str]()
         hosts, everyone = self._world.hosts, self._world.gather_objects((num_bytes, available_memory()))
         for host, (size, _) in zip(hosts, everyone, strict=True):
             copied[host] += size
@@ -312,27 +304,12 @@ class Checkpoints:
             )
         return may
 
-    def _write(
-        self,
-        stack: ExitStack,
-        directory: Path,
-        parts: Sequence[PendingWrite],
-        state: TrainerState,
-        keep: Sequence[Path],
-    ) -> None:
-        """Write a checkpoint's parts, give it its name by leaving the context managers of `stack`, and rotate."""
-        processes, written = self._for_saving, dict[str, digests.Entry]()
+    def _write(self, stack: ExitStack, writer: CheckpointWriter, state: TrainerState, keep: Sequence[Path]) -> None:
+        """Write a checkpoint, give it its name by leaving the context managers of `stack`, and rotate."""
         with stack:
-            for part in parts:
-                written |= part.write()
-
-            def complete() -> None:
-                with digests.updated(directory, state.global_step) as entries:
-                    state.save_to_json(directory / TRAINER_STATE_FILE)
-                    entries |= written | {TRAINER_STATE_FILE: digests.entry_of_file(directory / TRAINER_STATE_FILE)}
-
-            write_once(directory, processes, complete)
-        write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
+            writer.write(state)
+        limit = self._args.save_total_limit
+        write_once(self._output_dir, self._for_saving, lambda: rotate(self._output_dir, limit, keep))
 
 
 def _run(write: Callable[[], None], outcome: Future[None]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import transformers
 from transformers import EvalPrediction
 
 from hf_gpipe.adapters import IGNORED_LABEL
@@ -18,6 +19,8 @@ from hf_gpipe.training.generating import Generation, generation_options
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import Predicted, concatenated, from_last_stage, mean_loss, predict
 from hf_gpipe.training.trainer_interface import TrainerInterface, in_lists
+
+logger = transformers.logging.get_logger(__name__)
 
 
 class Evaluator:
@@ -43,11 +46,13 @@ class Evaluator:
 
     def predict(self, batches: Iterable[Batch] | None) -> PredictionOutput:
         """Predictions, labels if there are any, and the metrics; `batches` as for `evaluate`."""
-        columns, metrics = self._run(batches, predicts=not self._args.prediction_loss_only, keeps=True)
-        mine = self._arrays(columns)[:2] if columns.predictions else (None, None)
+        rows, metrics = self._run(batches, predicts=not self._args.prediction_loss_only, keeps=True)
+        mine = self._arrays(rows)[:2] if rows else (None, None)
         return PredictionOutput(*from_last_stage(self._pipe, mine), metrics)
 
-    def _run(self, batches: Iterable[Batch] | None, *, predicts: bool, keeps: bool) -> tuple[_Columns, dict[str, Any]]:
+    def _run(
+        self, batches: Iterable[Batch] | None, *, predicts: bool, keeps: bool
+    ) -> tuple[list[_Rows], dict[str, Any]]:
         """The rows with their predictions, in the last stage's leader, and the metrics.
 
         Args:
@@ -65,9 +70,8 @@ class Evaluator:
         computes = predicts and trainer.compute_metrics is not None
         in_parts = computes and args.batch_eval_metrics
         has_predictions = predicts and pipe.world.leads(pipe.num_stages - 1)
-        fill = IGNORED_LABEL if generation is None else generation.pad_token_id
-        input_of = pipe.adapter.main_input if "inputs" in args.include_for_metrics else None
-        columns = _Columns(fill, input_of)
+        self._fill = IGNORED_LABEL if generation is None else generation.pad_token_id
+        rows: list[_Rows] = []
         computed: dict[str, Any] = {}
         losses, num_rows, has_labels = [], [], True
         results = predict(
@@ -82,13 +86,13 @@ class Evaluator:
         for predicted in results:
             losses.append(predicted.evaluation.loss)
             num_rows.append(len(predicted.evaluation.row_nll) // pipe.loss.rows_per_unit)
-            if has_predictions and (keeps or not in_parts):
-                columns.add(predicted)
             has_labels = has_labels and predicted.has_labels
-            if has_predictions and in_parts and has_labels:
-                part = _Columns(fill, input_of)
-                part.add(predicted)
-                computed |= self._computed(part, compute_result=predicted.is_last)
+            if has_predictions:
+                part = self._rows_of(predicted)
+                if keeps or not in_parts:
+                    rows.append(part)
+                if in_parts and has_labels:
+                    computed |= self._computed([part], compute_result=predicted.is_last)
             trainer.fire("on_prediction_step")
         metrics: dict[str, Any] = {}
         if losses and has_labels:
@@ -96,8 +100,8 @@ class Evaluator:
         of_loss = trainer.metrics_of_loss(is_training=False)
         metrics |= of_loss if has_labels else {}
         if computes and has_labels:
-            if columns.labels and not in_parts:
-                computed = self._computed(columns)
+            if rows and not in_parts:
+                computed = self._computed(rows)
             # As in transformers' Trainer, "loss" of compute_metrics replaces the loss, and "eval_loss" does not.
             own = from_last_stage(pipe, computed)
             metrics |= {name: value for name, value in own.items() if name != f"{prefix}_loss"}
@@ -105,12 +109,12 @@ class Evaluator:
         steps = math.ceil(sum(num_rows) / args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
-        return columns, pipe.world.broadcast_value(metrics, pipe.world.main)
+        return rows, pipe.world.broadcast_value(metrics, pipe.world.main)
 
-    def _computed(self, columns: _Columns, **options: bool) -> dict[str, Any]:
+    def _computed(self, rows: Sequence[_Rows], **options: bool) -> dict[str, Any]:
         """The metrics of `compute_metrics`, in the process that has the predictions."""
         assert self._trainer.compute_metrics is not None
-        predictions, labels, inputs, row_losses = self._arrays(columns)
+        predictions, labels, inputs, row_losses = self._arrays(rows)
         prediction = EvalPrediction(
             predictions=predictions,
             label_ids=labels,
@@ -119,44 +123,68 @@ class Evaluator:
         )
         return in_lists(denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {})
 
-    def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
+    def _rows_of(self, predicted: Predicted) -> _Rows:
+        evaluation, batch = predicted.evaluation, predicted.batch
+        return _Rows(
+            predicted.logits if predicted.tokens is None else predicted.tokens,
+            batch["labels"].numpy() if predicted.has_labels else None,
+            self._pipe.adapter.main_input(batch).numpy() if "inputs" in self._args.include_for_metrics else None,
+            (evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy(),
+        )
+
+    def _arrays(self, rows: Sequence[_Rows]) -> tuple[Any, ...]:
         """Predictions, labels, inputs and losses of all rows, each as one array or as a list with the mini-batches."""
-        others: list[Any] = [column or None for column in (columns.labels, columns.inputs, columns.row_losses)]
+        columns = (list(column) for column in zip(*rows, strict=True))
+        predictions, *others = (None if any(one is None for one in column) else column for column in columns)
         if not self._args.eval_do_concat_batches:
-            return columns.predictions, *others
-        return concatenated(columns.predictions, columns.fill), *(other and concatenated(other) for other in others)
+            return predictions, *others
+        return concatenated(predictions or [], self._fill), *(other and concatenated(other) for other in others)
 
 
-@dataclass
-class _Columns:
-    """The rows of several mini-batches, in the last stage's leader.
+class _Rows(NamedTuple):
+    """The rows of a mini-batch, as arrays in the last stage's leader."""
 
-    Attributes:
-        fill: the number that fills the predictions of shorter rows.
-        input_of: a mini-batch -> what is kept of its inputs.
-        predictions: the predictions of each mini-batch (rows, ...): logits, what `preprocess` left of them, or
-            generated tokens.
-        labels: the labels of each mini-batch, (rows, T).
-        inputs: the entry that the model reads first, such as token ids (rows, S), of each mini-batch, if wanted.
-        row_losses: the mean negative log-likelihood of each row, (rows,), of each mini-batch.
+    predictions: Any
+    """Logits (rows, ...), what `preprocess` left of them, or generated tokens (rows, T')."""
+    labels: Any
+    """(rows, T); None where the mini-batch has none."""
+    inputs: Any
+    """The entry that the model reads first, such as token ids (rows, S); None where it was not asked for."""
+    row_losses: Any
+    """The mean negative log-likelihood of each row, (rows,)."""
+
+
+def check_metrics(args: PipelineTrainingArguments, compute_metrics: Callable[..., Any] | None) -> None:
+    """Raise UserError where `compute_metrics` cannot be called as the arguments ask for."""
+    if not args.batch_eval_metrics or compute_metrics is None:
+        return
+    if "compute_result" not in inspect.signature(compute_metrics).parameters:
+        raise UserError(
+            "batch_eval_metrics=True calls compute_metrics for each mini-batch, with compute_result=True for the "
+            "last; give the function that parameter, or leave batch_eval_metrics out"
+        )
+
+
+def check_evaluations(trainer: TrainerInterface, *, is_overridden: bool) -> None:
+    """Raise UserError where the training would evaluate without a dataset, or choose its best model by nothing.
+
+    Args:
+        trainer: the trainer, before its training.
+        is_overridden: whether `evaluate` is a subclass's, which may have a dataset of its own.
     """
-
-    fill: int
-    input_of: Callable[[Batch], Any] | None = None
-    predictions: list[Any] = field(default_factory=list)
-    labels: list[Any] = field(default_factory=list)
-    inputs: list[Any] = field(default_factory=list)
-    row_losses: list[Any] = field(default_factory=list)
-
-    def add(self, predicted: Predicted) -> None:
-        """Add the rows of a mini-batch."""
-        self.predictions.append(predicted.logits if predicted.tokens is None else predicted.tokens)
-        if predicted.has_labels:
-            self.labels.append(predicted.batch["labels"].numpy())
-        if self.input_of is not None:
-            self.inputs.append(self.input_of(predicted.batch).numpy())
-        evaluation = predicted.evaluation
-        self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
+    args, world = trainer.args, trainer.world
+    if args.metric_for_best_model is None and (args.save_strategy == "best" or args.load_best_model_at_end):
+        asked = "load_best_model_at_end=True" if args.load_best_model_at_end else "save_strategy='best'"
+        raise UserError(f"{asked} needs metric_for_best_model, the metric that decides, such as 'loss'; give it")
+    if args.save_strategy == "best" and args.eval_strategy == "no" and world.is_main:
+        logger.warning(
+            "save_strategy='best' saves after evaluations, and eval_strategy='no' asks for none; give eval_strategy"
+        )
+    if args.eval_strategy == "no" or is_overridden:
+        return
+    if not world.from_main(lambda: trainer.eval_dataset is not None):
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        raise UserError(f"eval_strategy={strategy!r} requires an eval_dataset; give one, or leave eval_strategy out")
 
 
 def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> float:

@@ -10,9 +10,10 @@ another seed comes too late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from hf_gpipe.errors import UserError
@@ -21,62 +22,35 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PIPELINE_ARGUMENTS, PipelineTrainingArguments
 
-Values = Callable[[Pipeline], tuple[Any, ...]]
-"""A Pipeline -> the values of an argument that agree with it; the first value is shown in messages."""
 
+def decided_by(pipe: Pipeline) -> Mapping[str, tuple[Sequence[Any], str]]:
+    """The arguments that a Pipeline decides: the values that agree with it, and what it has, in words.
 
-def _field(name: str) -> Values:
-    """Make the function that gives the value of a field of the configuration, and the value that was asked for."""
-    return lambda pipe: (getattr(pipe.config, name), getattr(pipe.given, name))
-
-
-def _of_loss(name: str) -> Values:
-    return lambda pipe: (getattr(pipe.loss.of_tokens, name),)
-
-
-def _partition(pipe: Pipeline) -> tuple[Any, ...]:
-    sizes = tuple(map(len, pipe.partition))
+    tests/training/test_given.py lists all other arguments.
+    """
+    config, given, autocast = pipe.config.values(), pipe.given.values(), pipe.adapter.autocast
+    values: dict[str, list[Any]] = {name: [config[name], given[name]] for name in PIPELINE_ARGUMENTS}
+    sizes = [len(layers) for layers in pipe.partition]
     counted = cut(sum(sizes), pipe.num_stages, "count", divides_head=pipe.config.divides_head)
-    return sizes, pipe.given.partition, *(["count"] if tuple(map(len, counted)) == sizes else [])
-
-
-def _half(name: str) -> Values:
-    return lambda pipe: (pipe.adapter.autocast is not None and str(pipe.adapter.autocast.dtype) == f"torch.{name}",)
-
-
-def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
-    """Whether every stage recomputes something."""
-    chosen = pipe.recompute
-    return ({"none", "host"}.isdisjoint((chosen,) if isinstance(chosen, str) else chosen),)
-
-
-#: The arguments that a given Pipeline decides. tests/training/test_given.py lists all other arguments.
-COMPARED: dict[str, Values] = {
-    **{name: _field(name) for name in PIPELINE_ARGUMENTS},
-    "partition": _partition,
-    "memory": lambda pipe: (pipe.config.memory_bytes,),
+    values["partition"] += ["count"] * ([len(layers) for layers in counted] == sizes)
+    values["memory"] = [pipe.config.memory_bytes]
     # The arguments name the default backend as soon as they ask for torch.compile.
-    "torch_compile_backend": lambda pipe: (pipe.config.compiled.backend,),
-    "packing": lambda pipe: (pipe.packing,),
-    **{name: _of_loss(own) for name, own in SETTINGS.items()},
-    "bf16": _half("bfloat16"),
-    "fp16": _half("float16"),
-    "activation_checkpointing": _recomputes,
-    "gradient_checkpointing": _recomputes,
-    "train_sampling_strategy": lambda pipe: ("group_by_length",) if pipe.length_bucketing else ("random", "sequential"),
-    "use_cpu": lambda pipe: (pipe.world.device.type == "cpu",),
-}
-#: Arguments -> what a Pipeline has in their place, in words.
-_OF_PIPELINE: dict[str, Callable[[Pipeline], str]] = {
-    **dict.fromkeys(
-        ("activation_checkpointing", "gradient_checkpointing"), lambda pipe: f"recompute={pipe.recompute!r}"
-    ),
-    **dict.fromkeys(
-        ("bf16", "fp16"), lambda pipe: f"autocast={pipe.adapter.autocast and pipe.adapter.autocast.dtype!r}"
-    ),
-    "train_sampling_strategy": lambda pipe: f"length_bucketing={pipe.length_bucketing!r}",
-    "use_cpu": lambda pipe: f"device={pipe.world.device.type!r}",
-}
+    values["torch_compile_backend"] = [pipe.config.compiled.backend]
+    values["packing"] = [pipe.packing]
+    values |= {name: [getattr(pipe.loss.of_tokens, own)] for name, own in SETTINGS.items()}
+
+    modes = {pipe.recompute} if isinstance(pipe.recompute, str) else {*pipe.recompute}
+    recomputes = [modes.isdisjoint({"none", "host"})], f"recompute={pipe.recompute!r}"
+    dtype = None if autocast is None else autocast.dtype
+    samplings = ["group_by_length"] if pipe.length_bucketing else ["random", "sequential"]
+    return {name: (agreeing, repr(agreeing[0])) for name, agreeing in values.items()} | {
+        "bf16": ([dtype == torch.bfloat16], f"autocast={dtype!r}"),
+        "fp16": ([dtype == torch.float16], f"autocast={dtype!r}"),
+        "activation_checkpointing": recomputes,
+        "gradient_checkpointing": recomputes,
+        "train_sampling_strategy": (samplings, f"length_bucketing={pipe.length_bucketing!r}"),
+        "use_cpu": ([pipe.world.device.type == "cpu"], f"device={pipe.world.device.type!r}"),
+    }
 
 
 def take_given(pipe: Pipeline, args: PipelineTrainingArguments, **options: Any) -> None:
@@ -98,9 +72,8 @@ def take_given(pipe: Pipeline, args: PipelineTrainingArguments, **options: Any) 
 
 def check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments differ from the given pipeline's settings."""
-    for name, agreeing in COMPARED.items():
-        if _is_asked(args, name) and (asked := _value(args, name)) not in (values := agreeing(pipe)):
-            shown = _OF_PIPELINE.get(name, lambda _, value=values[0]: repr(value))(pipe)
+    for name, (agreeing, shown) in decided_by(pipe).items():
+        if _is_asked(args, name) and (asked := _value(args, name)) not in agreeing:
             raise UserError(f"{name}={asked!r}, but the given Pipeline has {shown}; set it when the Pipeline is made")
 
 

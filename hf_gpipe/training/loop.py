@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -20,16 +20,17 @@ from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers_trainer import TrainOutput
 from hf_gpipe.planner.search.advice import advising
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.training.base import restore_callbacks
 from hf_gpipe.training.checkpoints import Checkpoints
-from hf_gpipe.training.evaluating_trainer import EvaluatingTrainer
 from hf_gpipe.training.evaluator import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
-from hf_gpipe.training.optim import takes_metric
-from hf_gpipe.training.steps import TrainingLength
+from hf_gpipe.training.optim import prepare_optimizer, takes_metric
+from hf_gpipe.training.steps import TrainingLength, data_facts
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
+from hf_gpipe.training.trainer_interface import TrainerInterface
 from hf_gpipe.training.updates import Updates
-from hf_gpipe.training.windows import windows
+from hf_gpipe.training.windows import check_asynchronous, windows
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -41,37 +42,72 @@ class TrainingLoop:
     """Runs a training from its first step to its last. Every process has one and calls it in step with the others.
 
     Args:
-        trainer: the trainer whose model is trained, with the state of the first step.
-        length: the length of the training.
+        trainer: the trainer, with its model and optimizer as they are before the training.
         batches: the mini-batches; None in processes that do not read data.
-        run: how far the run has come.
-        checkpoints: the checkpoints into which steps are saved.
-        logs: the logs of this training.
+        asked: the checkpoint to resume from, as of `PipelineTrainer.train`.
+        start_time: the start of this training, by `time.time`.
+        is_whole: whether `asked` was already found to be complete; it is then the same in every process.
         ignored_keys: `ignore_keys` of the evaluations.
         resume_hint: what to do after a stop, for its message.
     """
 
     def __init__(
         self,
-        trainer: EvaluatingTrainer,
-        length: TrainingLength,
+        trainer: TrainerInterface,
         batches: MiniBatches | None,
-        run: RunState,
-        checkpoints: Checkpoints,
-        logs: Logs,
-        ignored_keys: list[str] | None,
-        resume_hint: str,
+        asked: Any,
+        start_time: float,
+        *,
+        is_whole: bool = False,
+        ignored_keys: list[str] | None = None,
+        resume_hint: str = "start again",
     ) -> None:
-        self._trainer, self._length, self._batches = trainer, length, batches
-        self._run, self._checkpoints, self._logs = run, checkpoints, logs
+        self._trainer, self._batches = trainer, batches
         self._ignored_keys, self._resume_hint = ignored_keys, resume_hint
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
-        self._first_step = trainer.state.global_step
+        per_epoch = self._world.from_main(lambda: None if batches is None else batches.count())
+        self._length = TrainingLength.make(self._args, per_epoch)
+        self._checkpoints = Checkpoints(trainer)
+        # This comes first, since it gives back a checkpoint that was being replaced.
+        self._checkpoints.tidy()
+        checkpoint = asked if is_whole else self._checkpoints.find(asked)
+        optimizer, handler = prepare_optimizer(trainer, self._length.max_steps), trainer.callback_handler
+        check_asynchronous(trainer)
+        handler.optimizer, handler.lr_scheduler, handler.train_dataloader = optimizer, trainer.lr_scheduler, batches
+        facts = data_facts(self._args, self._length)
+        self._run = RunState(
+            position=DataPosition(epoch=0, mini_batches=0),
+            pipeline_step=self._pipe.step,
+            data=facts,
+            num_micro_batches=self._pipe.num_micro_batches,
+        )
+        trainer.state = trainer.new_state()
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        state = trainer.state
+        state.compute_steps(self._args, self._length.max_steps)
+        state.max_steps, state.num_train_epochs = self._length.max_steps, self._length.num_epochs
+        self._checkpoints.check(self._run)
+        trainer.num_tokens_before = state.num_input_tokens_seen
+        self._pipe.zero_grad()
+        self._logs = Logs(trainer, start_time)
+        self._first_step = state.global_step
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
-        self._updates = Updates(trainer, logs)
+        self._updates = Updates(trainer, self._logs)
         #: Gives the requests that `_agree` has sent last, if they may still have to be met; else None.
         self._sent: Callable[[], torch.Tensor] | None = None
         self._stop_request = StopRequest(self._world, self._args.stop_seconds, is_on=self._args.enable_jit_checkpoint)
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint: weights, optimizer, position in the data, callbacks and the best model so far."""
+        trainer = self._trainer
+        self._run, saved = self._checkpoints.resume(checkpoint, self._run)
+        saved.is_local_process_zero = trainer.state.is_local_process_zero
+        saved.is_world_process_zero = trainer.state.is_world_process_zero
+        trainer.state = saved
+        if self._args.restore_callback_states_from_checkpoint:
+            restore_callbacks(trainer.callback_handler.callbacks, saved.stateful_callbacks, trainer.world)
+        self._checkpoints.find_best(checkpoint)
 
     def train(self) -> TrainOutput:
         """Train to the end of the training.
@@ -112,7 +148,7 @@ class TrainingLoop:
 
     def _run_epoch(self, epoch: int) -> None:
         self._trainer.fire("on_epoch_begin")
-        begin = self._run.position if epoch == self._run.position.epoch else DataPosition(epoch)
+        begin = self._run.position if epoch == self._run.position.epoch else DataPosition(epoch=epoch, mini_batches=0)
         done, job, batches = begin.mini_batches, Job.current(), self._batches
         source = None
         if batches is not None:
@@ -133,7 +169,8 @@ class TrainingLoop:
                 self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)
                 # The position is after the last trained mini-batch: those that are read ahead are read again.
-                self._run.position = DataPosition(epoch, done, None if batches is None else batches.place(done))
+                place = None if batches is None else batches.place(done)
+                self._run.position = DataPosition(epoch=epoch, mini_batches=done, place=place)
                 self._state.global_step += 1
                 self._state.epoch = epoch + self._length.fraction_of_epoch(done)
                 self._trainer.fire("on_step_end")
@@ -152,7 +189,7 @@ class TrainingLoop:
             self._control.should_training_stop = True
         # A training that stops inside an epoch, at max_steps say, has not had the rest of the epoch.
         if done == self._length.mini_batches_per_epoch or not self._control.should_training_stop:
-            self._run.position = DataPosition(epoch + 1)
+            self._run.position = DataPosition(epoch=epoch + 1, mini_batches=0)
         self._trainer.fire("on_epoch_end")
         self._log_evaluate_save(waits=True)
 

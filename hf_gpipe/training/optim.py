@@ -152,6 +152,24 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Paramete
         )
 
 
+def prepare_optimizer(trainer: TrainerInterface, num_steps: int) -> Optimizer:
+    """Make the optimizer and its scheduler for so many updates, where they do not exist yet, and check both.
+
+    Raises UserError where they do not fit the model.
+    """
+    trainer.create_optimizer_and_scheduler(num_steps)
+    if trainer.optimizer is None or trainer.lr_scheduler is None:
+        missing = "optimizer" if trainer.optimizer is None else "lr_scheduler"
+        raise UserError(f"there is no {missing}: create_{missing.removeprefix('lr_')} has to set trainer.{missing}")
+    for group in trainer.optimizer.param_groups:
+        # Parameters of other processes are left out, where it was made of all parameters of the whole model.
+        group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+    check_optimizer(trainer.optimizer, updated_parameters(trainer).values())
+    warn_of_lost_updates(trainer)
+    shard_optimizer(trainer)
+    return trainer.optimizer
+
+
 #: Elements of a parameter that are looked at, at most.
 _NUM_SAMPLED = 2**14
 

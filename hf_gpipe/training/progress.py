@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import textwrap
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +37,12 @@ _HIDDEN = {"epoch", "total_flos", "train_loss", "training_seconds", "num_input_t
 _HIDDEN_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_compilation_time")
 
 
+#: The bar of tqdm, which takes what the numbers leave of the terminal's width.
+_BAR = "step {n_fmt}/{total_fmt} |{bar}| {remaining} left, {rate_fmt}{postfix}"
+
+
 class ProgressBar(ProgressCallback):
-    """Shows a bar over all steps, with the last metrics beside it; plain lines where stderr is not a terminal."""
+    """Writes a line of metrics for each log, above a bar over all steps where stderr is a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +53,11 @@ class ProgressBar(ProgressCallback):
     ) -> None:
         if state.is_world_process_zero and self._is_terminal:
             self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="training", unit="step", dynamic_ncols=True
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                dynamic_ncols=True,
+                bar_format=_BAR,
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -68,12 +80,13 @@ class ProgressBar(ProgressCallback):
         shown = words(logs or {})
         if not state.is_world_process_zero or not shown:
             return
-        if self.training_bar is not None and "loss" in shown:
-            shown.pop("left", None)  # the bar has it
-            self.training_bar.set_postfix(shown)
-        else:
-            line = "  ".join(f"{name} {value}" for name, value in shown.items())
-            tqdm.write(f"step {state.global_step}/{state.max_steps}  {line}", file=sys.stderr)
+        width = None
+        if self.training_bar is not None:
+            width = _width()
+            if "loss" in shown:
+                shown.pop("left", None)  # the bar has it
+                self.training_bar.set_postfix_str(f"loss {shown['loss']}", refresh=False)
+        tqdm.write(line_of(f"step {state.global_step}/{state.max_steps}", shown, width), file=sys.stderr)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -81,6 +94,23 @@ class ProgressBar(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+
+
+def line_of(step: str, shown: Mapping[str, str], width: int | None) -> str:
+    """The line of a log. It is folded between two metrics where it is longer than `width`; None: it is one line."""
+    entries = [step, *(f"{name} {value}" for name, value in shown.items())]
+    if width is None:
+        return "  ".join(entries)
+    unbroken = "  ".join(entry.replace(" ", "\N{NO-BREAK SPACE}") for entry in entries)
+    folded = textwrap.fill(unbroken, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return folded.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _width() -> int:
+    """The columns of the terminal that stderr is; 80 where it does not say."""
+    with suppress(OSError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    return 80
 
 
 def words(logs: dict[str, Any]) -> dict[str, str]:

@@ -1,16 +1,17 @@
 """`PipelineTrainer`: transformers' Trainer, over a pipeline.
 
-A class of its own with Trainer's constructor, methods, callbacks and files. All processes of the pipeline run it in
-step: the main process reads the data, and the loss and the decisions of callbacks are shared, so that every process
-logs, evaluates, saves and stops at the same step.
+A class of its own with Trainer's constructor, methods, callbacks and files. Its parts do the work: a `TrainingLoop`,
+which has `Checkpoints`, `Updates` and `Logs`, an `Evaluator`, `HubUploads`, and the callbacks. All processes of the
+pipeline run it in step: the main process reads the data, and the loss and the decisions of callbacks are shared, so
+that every process logs, evaluates, saves and stops at the same step.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,14 +27,15 @@ from transformers import (
 )
 
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.calls import by_every_process
-from hf_gpipe.libraries.transformers_trainer import CallbackHandler, TrainOutput
+from hf_gpipe.libraries.transformers_trainer import CallbackHandler, PredictionOutput, TrainOutput
 from hf_gpipe.losses.custom import loss_of_function
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -44,33 +46,22 @@ from hf_gpipe.training.base import (
     loss_scaler,
     make_pipeline,
     options_of,
-    restore_callbacks,
     set_up_model,
 )
-from hf_gpipe.training.checkpoints import Checkpoints
-from hf_gpipe.training.evaluating_trainer import EvaluatingTrainer
+from hf_gpipe.training.batches import batches_of, example_of_training, given
+from hf_gpipe.training.evaluator import Evaluator, check_evaluations, check_metrics
 from hf_gpipe.training.given import take_given
 from hf_gpipe.training.hub import HubUploads
-from hf_gpipe.training.loader import Collate
-from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.loader import Batch, Collate, MiniBatches
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.master_weights import MasterWeights
-from hf_gpipe.training.optim import (
-    check_optimizer,
-    check_optimizers,
-    make_optimizer,
-    make_scheduler,
-    shard_optimizer,
-    updated_parameters,
-    warn_of_lost_updates,
-)
+from hf_gpipe.training.optim import check_optimizers, make_optimizer, make_scheduler
 from hf_gpipe.training.predicting import Preprocess
-from hf_gpipe.training.steps import TrainingLength, data_facts
 from hf_gpipe.training.surface import Surface
-from hf_gpipe.training.windows import check_asynchronous
+from hf_gpipe.training.trainer_interface import TrainerInterface
 
 
-class PipelineTrainer(EvaluatingTrainer):
+class PipelineTrainer(TrainerInterface):
     """Trains a model in stages, with the interface of transformers' Trainer.
 
     Under torchrun or `accelerate launch` every process makes the same trainer and calls the same methods. Only the main
@@ -131,12 +122,7 @@ class PipelineTrainer(EvaluatingTrainer):
         # The arguments may have been changed since, by args.set_training(...) and the like.
         self.args.check()
         transformers.logging.set_verbosity(self.args.get_process_log_level())
-        parameters = {} if compute_metrics is None else inspect.signature(compute_metrics).parameters
-        if self.args.batch_eval_metrics and compute_metrics is not None and "compute_result" not in parameters:
-            raise UserError(
-                "batch_eval_metrics=True calls compute_metrics for each mini-batch, with compute_result=True for the "
-                "last; give the function that parameter, or leave batch_eval_metrics out"
-            )
+        check_metrics(self.args, compute_metrics)
         if (model is None) == (model_init is None):
             raise UserError("give either model or model_init")
         self._set_seed()
@@ -277,49 +263,15 @@ class PipelineTrainer(EvaluatingTrainer):
         finally:
             self._is_in_train = False
 
-    def _loop(
-        self,
-        asked: Any,
-        is_whole: bool = False,
-        ignored_keys: list[str] | None = None,
-        resume_hint: str = "start again",
-    ) -> TrainingLoop:
-        """Make the loop, with everything ready for the first step."""
+    def _loop(self, asked: Any, **options: Any) -> TrainingLoop:
+        """Make the loop, with everything ready for the first step; the arguments are those of `TrainingLoop`."""
         start_time = time.time()
-        self._check_evaluations()
+        check_evaluations(self, is_overridden=type(self).evaluate is not PipelineTrainer.evaluate)
         self._init_model_anew()
         align_special_tokens(self.pipe, self.processing_class)
-        batches = self.train_batches()
-        length = TrainingLength.make(
-            self.args, self.world.from_main(lambda: None if batches is None else batches.count())
-        )
-        checkpoints = Checkpoints(self)
-        # This comes first, since it gives back a checkpoint that was being replaced.
-        checkpoints.tidy()
-        checkpoint = asked if is_whole else checkpoints.find(asked)
-        optimizer = self._make_optimizer_and_scheduler(length.max_steps)
-        check_asynchronous(self)
-        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler
-        self.callback_handler.train_dataloader = batches
-        run = RunState(
-            DataPosition(), self.pipe.step, data_facts(self.args, length), num_micro_batches=self.pipe.num_micro_batches
-        )
-        self.state = self.new_state()
-        if checkpoint is not None:
-            run, saved = checkpoints.resume(checkpoint, run)
-            saved.is_local_process_zero = self.state.is_local_process_zero
-            saved.is_world_process_zero = self.state.is_world_process_zero
-            self.state = saved
-            if self.args.restore_callback_states_from_checkpoint:
-                restore_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks, self.world)
-            checkpoints.find_best(checkpoint)
-        self.state.compute_steps(self.args, length.max_steps)
-        self.state.max_steps, self.state.num_train_epochs = length.max_steps, length.num_epochs
-        checkpoints.check(run)
-        self._first_num_tokens = self.state.num_input_tokens_seen
-        self.pipe.zero_grad()
-        logs = Logs(self, start_time)
-        return TrainingLoop(self, length, batches, run, checkpoints, logs, ignored_keys, resume_hint)
+        if self._makes_scheduler:
+            self.lr_scheduler = None
+        return TrainingLoop(self, self.train_batches(), asked, start_time, **options)
 
     @property
     def is_in_train(self) -> bool:
@@ -331,10 +283,139 @@ class PipelineTrainer(EvaluatingTrainer):
         self.uploads.finish()
         self.job.leave()
 
-    def call_model_init(self, trial: Any = None) -> Any:
-        """Call `model_init`. If it takes an argument, it gets `trial`, which is always None."""
-        assert self.model_init is not None
-        return self.model_init(*[trial] * len(inspect.signature(self.model_init).parameters))
+    # ------------------------------------------------------------------ evaluation
+
+    @by_every_process
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:
+        """Loss and the metrics of `compute_metrics`; the same in every process.
+
+        The loss is the training's loss, without dropout. As in transformers' Trainer, it is the mean over rows of the
+        loss of their mini-batch.
+
+        Args:
+            eval_dataset: a dataset in place of the trainer's, or a name of the trainer's dict. A dict of datasets gives
+                the metrics of each dataset under its name.
+            ignore_keys: without effect: a pipeline returns no other outputs than logits.
+            metric_key_prefix: goes before the metrics' names.
+            generation: with `predict_with_generate`, keyword arguments of `generate`.
+        """
+        self._check_surface()
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            part = self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None
+            return self._evaluate_one(part, metric_key_prefix, generation)
+        dataset = self._by_name(dataset)
+        if not isinstance(dataset, Mapping):
+            return self._evaluate_one(dataset, metric_key_prefix, generation)
+        metrics: dict[str, float] = {}
+        for name, part in dataset.items():
+            metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}", generation)
+        return metrics
+
+    def _by_name(self, given: Any) -> Any:
+        """The dataset to evaluate; a dict by name where the main process has several, with None in other processes."""
+        names = self.world.from_main(lambda: list(given) if isinstance(given, Mapping) else None)
+        if names is None:
+            return given
+        return {name: given[name] if isinstance(given, Mapping) else None for name in names}
+
+    def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
+        batches = self._evaluated(dataset, generation, "evaluation requires an eval_dataset")
+        with self.job.during("evaluating"):
+            metrics = Evaluator(self, prefix, generation).evaluate(batches)
+        self.log(metrics)
+        self.fire("on_evaluate", metrics=metrics)
+        return metrics
+
+    @by_every_process
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
+    ) -> PredictionOutput:
+        """Predictions, labels and metrics of a dataset; the same in every process.
+
+        A dataset without labels gives only predictions, and the metrics of speed.
+
+        Args:
+            test_dataset: the examples.
+            ignore_keys: without effect: a pipeline returns no other outputs than logits.
+            metric_key_prefix: goes before the metrics' names.
+            generation: with `predict_with_generate`, keyword arguments of `generate`.
+
+        Returns:
+            The logits of all rows, what `preprocess_logits_for_metrics` left of them, or the tokens with
+            `predict_with_generate`; and the labels. Shorter rows are filled with -100, tokens with the padding token.
+            With `eval_do_concat_batches=False` they are lists with an entry for each mini-batch.
+        """
+        self._check_surface()
+        batches = self._evaluated(test_dataset, generation, "prediction requires a test_dataset")
+        with self.job.during("evaluating"):
+            prediction = Evaluator(self, metric_key_prefix, generation).predict(batches)
+        self.fire("on_predict", metrics=prediction.metrics)
+        return prediction
+
+    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
+        """The mini-batches of a dataset; None in processes that do not read data.
+
+        Raises UserError where no process has a dataset, or where options of generation are not used.
+        """
+        if not self.world.from_main(lambda: dataset is not None):
+            raise UserError(required)
+        if generation and not self.args.predict_with_generate:
+            raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
+        batches = None if dataset is None else self._eval_batches(dataset)
+        self.callback_handler.eval_dataloader = batches
+        return None if batches is None else batches.epoch(0)
+
+    # ------------------------------------------------------------------ the data
+
+    def _example(self, spec: ModelSpec) -> Batch | Workload | None:
+        """A mini-batch, or its shape, for the planner."""
+        return example_of_training(self, spec)
+
+    def get_train_dataloader(self) -> MiniBatches:
+        """The mini-batches of the training. Iterating over them gives the first epoch.
+
+        Raises UserError in a process that has no training dataset.
+        """
+        args, dataset = self.args, given(self.train_dataset, "training requires a train_dataset")
+        return replace(
+            batches_of(self, dataset, args.size, args.train_sampling_strategy),
+            drop_last=args.dataloader_drop_last,
+            temperature=args.sampling_temperature,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> MiniBatches:
+        """The mini-batches of an evaluation; `eval_dataset` may be a name of the trainer's dict of datasets.
+
+        Raises UserError in a process that has no such dataset.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        return self._eval_batches(given(dataset, "evaluation requires an eval_dataset"))
+
+    def get_test_dataloader(self, test_dataset: Any) -> MiniBatches:
+        """The mini-batches of a prediction."""
+        return self._eval_batches(given(test_dataset, "prediction requires a test_dataset"))
+
+    def train_batches(self) -> MiniBatches | None:
+        """The mini-batches of the training dataset; None in processes that do not read data."""
+        if not self.world.from_main(lambda: self.train_dataset is not None):
+            raise UserError("training requires a train_dataset")
+        return self.get_train_dataloader() if self.world.is_main else None
+
+    def _eval_batches(self, dataset: Any) -> MiniBatches:
+        return batches_of(self, dataset, BatchSize(self.args.per_device_eval_batch_size))
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -368,22 +449,6 @@ class PipelineTrainer(EvaluatingTrainer):
             optimizer = self.made_optimizer() if optimizer is None else optimizer
             self.lr_scheduler = make_scheduler(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
-
-    def _make_optimizer_and_scheduler(self, num_steps: int) -> torch.optim.Optimizer:
-        """Make what does not exist yet, and check both. Raises UserError where they do not fit the model."""
-        if self._makes_scheduler:
-            self.lr_scheduler = None
-        self.create_optimizer_and_scheduler(num_steps)
-        if self.optimizer is None or self.lr_scheduler is None:
-            missing = "optimizer" if self.optimizer is None else "lr_scheduler"
-            raise UserError(f"there is no {missing}: create_{missing.removeprefix('lr_')} has to set trainer.{missing}")
-        for group in self.optimizer.param_groups:
-            # Parameters of other processes are left out, where it was made of all parameters of the whole model.
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        check_optimizer(self.optimizer, updated_parameters(self).values())
-        warn_of_lost_updates(self)
-        shard_optimizer(self)
-        return self.optimizer
 
 
 #: The attributes of the class before anybody changes them.

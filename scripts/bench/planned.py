@@ -182,15 +182,17 @@ def profile(case: Case) -> Sequence[ModelCosts]:
 
 def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device, **options: Any) -> Plan:
     """The plan of a case by what each process has measured, if it has; `options` are the planner's."""
-    known = {}
-    if measured:
-        of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
-        known[case.workload.rows, Chunks(case.sequence_chunks)] = of_chunks
+    of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
+
+    def seconds(workload: Workload, costs: ModelCosts) -> ModelCosts:
+        is_known = of_chunks and workload.rows == case.workload.rows
+        return of_chunks[workload.chunk] if is_known else costs
+
     planner = planner_of(
         *(case.adapter(), case.inputs, device, case.settings),
         loss=case.loss.planned,
         as_on_gpu=case.device != "cpu",
-        measured=known,
+        seconds=seconds,
         **options,
     )
     return planner.plan(case.settings)

@@ -16,6 +16,19 @@ from scripts.families import architectures
 #: Those of which every number of stages fits into one process; zb_v and v_half want two stages.
 SCHEDULES = ("gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "naive")
 V_SHAPED = ("zb_v", "v_half")
+#: The options that turn on each mode that one process can have; a case has up to three, beside its other options.
+#: "teacher" has a loss too (`run.py`), and chunks are drawn with the rows.
+MODES: dict[str, dict[str, Any]] = {
+    "visits": {"schedule": "breadth_first", "offload_weights": "all"},
+    "frozen visits": {"schedule": "breadth_first", "offload_weights": "frozen"},
+    "dealt stages": {"schedule": "round_robin", "offload_weights": "all"},
+    "host graphs": {"recompute": "host"},
+    "divided head": {"schedule": "vocab_1f1b"},
+    "compiled": {"torch_compile": "aot_eager"},
+    "teacher": {},
+}
+#: Fewer stages could not visit where one process has all of them.
+_VISITING_STAGES = 5
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Case:
         frozen: seed of what is not trained; None: everything is.
         lora: whether adapters are trained.
         sequence_chunks, chunk_taper: as of `Pipeline`; a random table cuts no rows.
+        modes: names in `MODES`; where two of them have one option, the last one's.
         extras: whether the mini-batches have position_ids that leave padding out, or for a decoder with an encoder a
             mask of its own.
     """
@@ -64,6 +78,12 @@ class Case:
     extras: bool = False
     sequence_chunks: int = 1
     chunk_taper: float = 0.0
+    modes: tuple[str, ...] = ()
+
+    @property
+    def mode_options(self) -> dict[str, Any]:
+        """The options of its modes, for `Pipeline`."""
+        return {name: value for mode in self.modes for name, value in MODES[mode].items()}
 
     def __str__(self) -> str:
         """The options that are not plain, in one line."""
@@ -77,6 +97,8 @@ class Case:
         for name in self.changes:
             yield replace(self, changes={key: value for key, value in self.changes.items() if key != name})
         plain = Case(0, 0, "")
+        for mode in self.modes if len(self.modes) > 1 else ():
+            yield replace(self, modes=tuple(other for other in self.modes if other != mode))
         if self.chunk_taper:
             yield replace(self, chunk_taper=0.0)
         apart = ("seed", "number", "family", "changes", "num_stages", "num_micro_batches", "rows")
@@ -116,6 +138,14 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
     packing = rng.random() < 0.2
     can_cut = schedule != "table" and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     sequence_chunks = rng.choice([1, 1, 1, 2, 3, 5]) if can_cut else 1
+    # By a generator of its own: a case without modes is that of earlier versions.
+    of_modes = Random(f"{seed}/{number}/modes")
+    modes = tuple(of_modes.sample([*MODES], of_modes.choice([0, 0, 0, 1, 2, 3])))
+    if any("offload_weights" in MODES[mode] for mode in modes):
+        num_stages = _VISITING_STAGES
+        recompute = "stage" if "dealt stages" in modes or not isinstance(recompute, str) else recompute
+    # What they refuse is known, and would hide what else they meet.
+    packing &= "teacher" not in modes
     return (
         Case(
             seed,
@@ -131,13 +161,14 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
             rows=tuple(rng.randint(1, 6) for _ in range(rng.choice([1, 1, 1, 2, 3]))),
             packing=packing,
             length_bucketing=not packing and rng.random() < 0.2,
-            label_smoothing=rng.choice([0.0, 0.0, 0.0, 0.1]),
+            label_smoothing=rng.choice([0.0, 0.0, 0.0, 0.1]) * ("teacher" not in modes),
             dropout=rng.choice([0.0] * 9 + [0.1]) if not packing else 0.0,
             frozen=rng.randrange(1000) if rng.random() < 0.15 else None,
             lora=rng.random() < 0.1,
             extras=rng.random() < 0.15,
             sequence_chunks=sequence_chunks,
             chunk_taper=rng.choice([0.0, 2.0]) if sequence_chunks > 1 else 0.0,
+            modes=modes,
         ),
         rng,
     )

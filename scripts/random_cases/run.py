@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import torch
+from hf_gpipe.losses.distillation import DistillationLoss
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
@@ -94,6 +95,9 @@ def run(case: Case) -> Outcome:
         return Outcome(case, REFUSED, first_line(error))
     except Exception as error:
         return Outcome(case, WRONG, f"{type(error).__name__}: {first_line(error)}")
+    finally:
+        if "compiled" in case.modes:
+            torch._dynamo.reset()  # after some functions of one code it compiles no more
     return Outcome(case, RIGHT if largest <= tolerance else WRONG, f"{largest:.1e}")
 
 
@@ -107,8 +111,9 @@ def _difference(case: Case) -> tuple[float, float]:
     model, batches, whole = _plain(case)
     with tempfile.TemporaryDirectory() as folder:
         pipe = _pipeline(case, model, Path(folder))
-        if whole is None:
-            plain_case = replace(case, num_stages=1, schedule="gpipe", recompute="none", cut=None)
+        if whole is None or "teacher" in case.modes:
+            kept = tuple(mode for mode in case.modes if mode == "teacher")
+            plain_case = replace(case, num_stages=1, schedule="gpipe", recompute="none", cut=None, modes=kept)
             expected = _step(_pipeline(plain_case, model, Path(folder)), batches)
             return difference(_step(pipe, batches), expected), TOLERANCES[model.dtype]
         expected = _expected(case, model, batches, pipe.adapter)
@@ -282,9 +287,13 @@ def _expected(case: Case, model: PreTrainedModel, batches: Sequence[Batch], adap
 def _pipeline(case: Case, model: PreTrainedModel, folder: Path) -> Pipeline:
     num_layers = len(adapter_for(model.config, model.dtype, model.config._attn_implementation, type(model)).layers)
     num_stages = min(case.num_stages, num_layers)
-    schedule = case.schedule
+    options: dict[str, Any] = {"partition": "count"} | case.mode_options
+    schedule = options.pop("schedule", case.schedule)
     recompute: Any = case.recompute if isinstance(case.recompute, str) else list(case.recompute[:num_stages])
-    options: dict[str, Any] = {"partition": "count"}
+    recompute = options.pop("recompute", recompute)
+    if "teacher" in case.modes:
+        options["teacher"] = plain_model(model.config, model.dtype, replace(case, number=case.number + 1, lora=False))
+        options["loss"] = DistillationLoss(cross_entropy_share=0.3)
     if case.cut is not None:
         cuts = sorted(Random(case.cut).sample(range(1, num_layers), num_stages - 1))
         options["partition"] = [b - a for a, b in zip([0, *cuts], [*cuts, num_layers], strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -46,8 +46,8 @@ class Size(NamedTuple):
         """With the vocabulary that the recipe's tokenizer will have."""
         model = recipe.model
         if model.path is None and "vocab_size" not in model.config:
-            model = replace(model, config={**model.config, "vocab_size": recipe.tokenizer.vocab_size})
-        config = model_config(replace(recipe, model=model), None)
+            model = model.replace(config={**model.config, "vocab_size": recipe.tokenizer.vocab_size})
+        config = model_config(recipe.replace(model=model), None)
         width = int(getattr(config, "d_model", None) or config.hidden_size)
         return cls(total_parameters(config), body_parameters(config), int(config.vocab_size) * width)
 

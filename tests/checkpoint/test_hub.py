@@ -278,16 +278,22 @@ def test_what_was_saved_beside_an_older_model_goes_with_it(tmp_path: Path) -> No
     """A tokenizer and the modules of an earlier run stayed in the directory of another model."""
     pipe = Pipeline(tiny_config("llama"), 2)
     for names in (("tokenizer.json", "1_Pooling/config.json"), ("processor_config.json",), ()):
-        pipe.weights.pending_write(tmp_path, pipe.world, partial(write_empty, names=names)).write()
+        save_with(pipe, tmp_path, names)
         (tmp_path / "notes.json").write_text("kept")
         found = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.json")}
         own = {"config.json", "generation_config.json", "hf_gpipe_digests.json", "model.safetensors.index.json"}
         assert found == {*own, "notes.json", *names}
     assert not (tmp_path / "1_Pooling").exists()
     # The model alone is saved beside the tokenizer that belongs to it.
-    pipe.weights.pending_write(tmp_path, pipe.world, partial(write_empty, names=["tokenizer.json"])).write()
+    save_with(pipe, tmp_path, ["tokenizer.json"])
     pipe.save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").exists()
+
+
+def save_with(pipe: Pipeline, folder: Path, names: Sequence[str]) -> None:
+    writer = pipe.weights.writer()
+    writer.begin(folder, partial(write_empty, names=names))
+    writer.write()
 
 
 def write_empty(folder: Path, names: Sequence[str]) -> None:
@@ -396,7 +402,7 @@ def _fail_then_save(blocked: str, directory: str) -> list[str]:
         pass
     told.append(str(error.value))
     with pytest.raises(CheckpointError) as error:
-        pipe.weights.prepare_write(Path(blocked), pipe.world)
+        pipe.weights.writer().prepare(Path(blocked), has_model=True)
     told.append(str(error.value))
     pipe.save_pretrained(directory)
     return told

@@ -104,7 +104,7 @@ def test_what_is_no_row_with_a_label(row: dict[str, Any], message: str) -> None:
     [
         ("data.labels=[one]", "name each class once, at least two"),
         ("data.labels=[one, one]", "name each class once, at least two"),
-        ("training.packing=true", "data.kind is classification, whose rows have one label each and are padded"),
+        ("training.packing=true", r"data.kind is classification, which does not use it; it is for cldr, jsonl"),
         ("data.assistant_only_loss=false", "data.kind is classification, which does not use it"),
     ],
 )

@@ -9,7 +9,6 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
-from hf_gpipe.checkpoint.state import pending_state
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.processes import on_emulated_cuda
 from tests.oracle import padded_batch, tiny_config
@@ -24,11 +23,12 @@ def test_a_save_copies_into_pinned_memory_and_waits_once_for_each_file(tmp_path:
     optimizer.step()
     with counting() as counts:
         pipe.save_pretrained(tmp_path)
-        parameters, owners = dict(pipe.named_parameters()), pipe.ties.owner_stage
-        run = RunState(DataPosition(), 1, {})
-        state = pending_state(tmp_path, parameters, owners, optimizer, None, run, pipe.world)
-        state.copy()
-        state.write()
+        writer = pipe.weights.writer()
+        writer.begin(tmp_path, has_model=False)
+        run = RunState(position=DataPosition(epoch=0, mini_batches=1), pipeline_step=1, data={})
+        writer.add_state(dict(pipe.named_parameters()), optimizer, None, run)
+        writer.copy()
+        writer.write()
     assert not counts.pageable_copies, str(counts)
     assert len(counts.synchronisations) == 4, str(counts)  # two stages, weights and state
 

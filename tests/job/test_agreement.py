@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig
 
 from hf_gpipe.checkpoint.source_digest import digest_of_model
+from hf_gpipe.commands.train import _settings
 from hf_gpipe.errors import DisagreementError
 from hf_gpipe.job.agreement import Noted, compare, text_of
 from hf_gpipe.job.facts import disagreements
 from hf_gpipe.job.store import SECRET_VARIABLE, new_secret, store_on_loopback
 from hf_gpipe.model.spec import model_in_memory
+from hf_gpipe.recipe import parse_recipe
 from tests.forked_command import start_function
 from tests.gloo import run_gloo
 from tests.job import disagreeing
@@ -97,6 +99,13 @@ def test_processes_that_agree_train_whatever_their_paths(models: tuple[Path, Pat
     assert len(list((tmp_path / "out").glob("trained-*"))) == 2
 
 
+RECIPE = """\
+model: {config: {model_type: llama}}
+data: {kind: text, path: texts}
+training: {output_dir: out}
+"""
+
+
 def _compared() -> list[str]:
     rank = torch.distributed.get_rank()
     found = []
@@ -106,6 +115,7 @@ def _compared() -> list[str]:
         {"where": Noted("same", f"/path/{rank}")},
         {"where": Noted(f"digest {rank}", f"/path/{rank}")},
         {str(name): rank for name in range(9)},
+        _settings(parse_recipe(RECIPE, [f"training.seed={rank}", f"pipeline.threads_per_process={rank + 1}"])),
     ):
         try:
             compare(partial(dict[str, Any], mine), "things")
@@ -118,12 +128,14 @@ def _compared() -> list[str]:
 def test_every_process_is_told_the_same() -> None:
     everyone = run_gloo(_compared, 3)
     assert everyone[0] == everyone[1] == everyone[2]
-    two, missing, same, noted, many = everyone[0]
+    two, missing, same, noted, many, recipe = everyone[0]
     assert two == "things: a is 0 in processes 0, 1, 1 in process 2; give all processes the same"
     assert missing == "things: a is missing in process 0, 1 in processes 1, 2; give all processes the same"
     assert same == ""
     assert "where is /path/0 (digest 0) in process 0, /path/1 (digest 1) in process 1" in noted
     assert "also different: 3, 4, 5, 6, 7, 8" in many
+    seeds = "0 in process 0, 1 in process 1, 2 in process 2"
+    assert recipe == f"things: training.seed is {seeds}; give all processes the same", "threads may differ"
 
 
 def test_processes_of_a_large_job_are_counted() -> None:

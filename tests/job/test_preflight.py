@@ -41,7 +41,6 @@ def facts(host: str, **values: Any) -> RankFacts:
         "boot": host,
         "pid": 1,
         "versions": {"torch": "2.13"},
-        "settings": {"a": "1", "b": "2"},
         "address": "10.0.0.1",
     }
     return RankFacts(**{"host": host, **common, **values})
@@ -54,11 +53,6 @@ def facts(host: str, **values: Any) -> RankFacts:
         ([facts("n"), facts("m")], []),
         ([facts("n"), facts("m", versions={"torch": "2.11"}), facts("m", versions={"torch": "2.11"})],
          ["torch is 2.13 on n (process 0), 2.11 on m (processes 1, 2)", "install the same on all machines"]),
-        ([facts("n"), facts("m", settings={"a": "3", "b": "2"})],
-         ["a is 1 on n (process 0), 3 on m (process 1)", "give all processes the same recipe and the same arguments"]),
-        ([facts("n"), facts("n", settings={"a": "3"}), facts("n", settings={"a": "3", "b": "2"})],
-         ["a is 1 in process 0, 3 in processes 1, 2", "b is 2 in processes 0, 2, missing in process 1",
-          "give all processes the same recipe and the same arguments"]),
         ([facts("n"), facts("m", address="127.0.1.1", interfaces=["eth0", "ib0"])],
          ["machine m: its name resolves to 127.0.1.1, where no other machine reaches gloo; set "
           "GLOO_SOCKET_IFNAME=eth0 or GLOO_SOCKET_IFNAME=ib0 there (with GPUs also NCCL_SOCKET_IFNAME), or correct its "
@@ -230,13 +224,12 @@ def _on_two_machines(folder: Path) -> list[Any]:
     facts_module.is_loopback = lambda address: address == "127.0.1.1"
     store, limit = distributed_c10d._get_default_store(), timedelta(seconds=30)
 
-    def check(case: str, address: str, **settings: str) -> str:
+    def check(case: str, address: str) -> str:
         facts_module.gloo_address = lambda found: address
-        return _error(facts_module.check, store, rank, 2, limit, case, settings)
+        return _error(facts_module.check, store, rank, 2, limit, case)
 
     found: list[Any] = [
-        check("fine", "127.0.0.1", key="1"),
-        check("recipe", "127.0.0.1", key=str(rank)),
+        check("fine", "127.0.0.1"),
         check("name", "127.0.0.1" if rank else "127.0.1.1"),
     ]
     config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
@@ -268,11 +261,8 @@ def _on_two_machines(folder: Path) -> list[Any]:
 def test_two_machines(tmp_path: Path) -> None:
     outcomes = run_gloo(_on_two_machines, 2, tmp_path)
     assert outcomes[0] == outcomes[1], "every process tells the same"
-    fine, recipe, name, measured, memory, believes, near, far, other_data, same_data = outcomes[0]
+    fine, name, measured, memory, believes, near, far, other_data, same_data = outcomes[0]
     assert fine == ""
-    assert recipe == (
-        "key is 0 on n (process 0), 1 on m (process 1); give all processes the same recipe and the same arguments"
-    )
     assert name.startswith("machine n: its name resolves to 127.0.1.1,")
     assert len(measured) == 1
     assert measured[0].startswith("n - m, processes 0 and 1: ")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from hf_gpipe.planner.layout import StageLayers
+from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.report import as_dict, report
 from hf_gpipe.planner.search.choose import AUTO_SCHEDULES

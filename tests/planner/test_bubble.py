@@ -8,7 +8,7 @@ from dataclasses import replace
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import report, verdict
 from hf_gpipe.planner.search.bubble import smaller_bubble
-from hf_gpipe.planner.search.table_file import with_table_file
+from hf_gpipe.planner.search.listed import with_table_file
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import build
 from hf_gpipe.text import seconds_text

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_gpipe.planner.costs.model_costs import ModelCosts, Operations
-from hf_gpipe.planner.costs.prefix_sums import estimated_seconds
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Operations, estimated_seconds
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload

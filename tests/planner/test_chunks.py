@@ -16,7 +16,7 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.costs.chunks import each_chunk, taper_of, ways_to_cut
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.search.choose import best_plan
@@ -69,8 +69,8 @@ def test_with_its_taper_every_chunk_takes_as_long() -> None:
     """Tokens that attend to more are in shorter chunks; equal chunks say how much more they take."""
     tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, 2048, 2048, has_padding=False)
 
-    def of_chunks(taper: float) -> list[LayerSums]:
-        return [LayerSums(costs, DEVICE) for costs in each_chunk(row, Chunks(4, taper), tracer.costs)]
+    def of_chunks(taper: float) -> list[StageCosts]:
+        return [StageCosts(costs, DEVICE) for costs in each_chunk(row, Chunks(4, taper), tracer.costs)]
 
     equal = of_chunks(0.0)
     taper = taper_of(equal)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from hf_gpipe.commands.plan import _coloured, _longest, main
+from hf_gpipe.commands.plan import _longest, _with_verdict, main
 from hf_gpipe.planner import plan
 from hf_gpipe.schedule import build
 
@@ -77,9 +78,13 @@ def test_a_plan_of_many_stages_can_be_read_in_a_terminal(
     assert "stage 23: model.norm .. lm_head" in joined(whole)
     for text in (short, whole):
         assert max(map(len, text.splitlines())) <= min(columns, 100)
-    assert _coloured(short).startswith("\033[1;33mverdict ")
+    assert _with_verdict(short) == short, "there is no terminal"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _with_verdict(short).startswith("\033[1;33mverdict ")
     for text, colour in (("does not fit: x", 31), ("fits: x", 32)):
-        assert _coloured(f"verdict     {text}\nstep") == f"\033[1;{colour}mverdict     {text}\033[0m\nstep"
+        assert _with_verdict(f"verdict     {text}\nstep") == f"\033[1;{colour}mverdict     {text}\033[0m\nstep"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert _with_verdict(short) == short
 
 
 def test_a_card_that_drives_a_screen(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +287,14 @@ def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pyte
 
 
 def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU the memory was that of a CPU's attention, although the plan was for a GPU: only seconds are measured."""
     small = ["model.config.num_hidden_layers=2", "tokenizer.vocab_size=500"]
+    plans = []
+    for measured in ([], ["--profile"]):
+        assert main([recipe, *small, *measured, "--device", "t4", "pipeline.partition=count", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[1]["is_measured"]
+    assert plans[0]["peak_bytes"] == plans[1]["peak_bytes"]
     assert main([recipe, *small, "--profile", "pipeline.partition=profile", "--memory", "8GiB", "--verbose"]) == 0
     assert "from measured layers" in capsys.readouterr().out
 

@@ -22,7 +22,7 @@ from hf_gpipe.planner.costs import layers as planner_layers
 from hf_gpipe.planner.costs.by_rows import ByRows
 from hf_gpipe.planner.costs.layers import LayerTracer, ModelLayers, to_run
 from hf_gpipe.planner.costs.model_costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
@@ -86,7 +86,7 @@ def without_running(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
     config = clone(family)
     costs = costs_of(config)
-    sums = LayerSums(costs, DEVICE)
+    sums = StageCosts(costs, DEVICE)
     for num_stages in (1, 3):
         pipe = Pipeline(config, num_stages, seed=0, device="cpu")
         for stage, model in pipe.models.items():
@@ -115,7 +115,7 @@ def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRec
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5", "bart"])
 def test_a_stage_keeps_what_its_layers_keep_together(family: str, inner: InnerRecompute) -> None:
     config, costs = short(family), costs_of_short(family)
-    num_layers, graphs = len(costs.layers), LayerSums(costs, DEVICE).graphs[inner]
+    num_layers, graphs = len(costs.layers), StageCosts(costs, DEVICE).graphs[inner]
     for start, stop in ((0, num_layers), (2, num_layers - 1) if inner == "none" else (num_layers // 2, num_layers)):
         found = trace(config, start, stop, inner, is_real=False)
         assert graphs.kept_bytes(start, stop) == pytest.approx(found.saved, rel=0.01)
@@ -133,7 +133,7 @@ def test_the_gradient_of_a_tied_table_waits_for_that_of_another_embedding(family
     config.vocab_size = 300_000  # larger than what the allocator keeps
     adapter, workload = adapter_for(config), Workload(rows=1, source_tokens=3, target_tokens=3)
     costs = LayerTracer(adapter).costs(workload)
-    predicted = LayerSums(costs, DEVICE).graphs["none"].backward_peak_bytes(0, len(costs.layers))
+    predicted = StageCosts(costs, DEVICE).graphs["none"].backward_peak_bytes(0, len(costs.layers))
     stage = Stage(assemble(adapter, range(len(costs.layers)), None, cpu), ModelLayers(adapter).wants_gradient)
     micro_batch = on_devices([workload.micro_batch(adapter)], [cpu])[cpu][0]
     for _ in range(2):  # the first backward makes the gradients
@@ -147,9 +147,9 @@ def test_the_gradient_of_a_tied_table_waits_for_that_of_another_embedding(family
 @pytest.mark.parametrize("inner", ["none", "block"])
 @pytest.mark.parametrize("family", ["llama", "t5", "bart"])
 def test_sums_of_any_run_of_layers_are_those_added_up_one_by_one(family: str, inner: InnerRecompute) -> None:
-    """As the top of prefix_sums.py defines them: masks once a stack, and the first layer's input is the stage's."""
+    """As the top of stage_costs.py defines them: masks once a stack, and the first layer's input is the stage's."""
     costs = costs_of_short(family)
-    layers, graphs = costs.layers, LayerSums(costs, DEVICE).graphs[inner]
+    layers, graphs = costs.layers, StageCosts(costs, DEVICE).graphs[inner]
     for start, stop in combinations(range(len(layers) + 1), 2):
         own = layers[start:stop]
         stacks = {layer.stack: 0 for layer in own}
@@ -369,7 +369,7 @@ def test_autocast_converts_each_weight_once_for_a_step() -> None:
         for index in range(2):
             stage.forward(Context(replace(micro_batch, index=index), {}), keep_graph=True)
             levels.append(tracker.live_bytes)
-    graph = LayerSums(costs, DEVICE).graphs["none"].kept_bytes(0, len(layers))
+    graph = StageCosts(costs, DEVICE).graphs["none"].kept_bytes(0, len(layers))
     assert levels[1] - levels[0] == pytest.approx(graph, rel=0.01)
     assert levels[0] - graph == pytest.approx(sum(layer.converted_bytes for layer in costs.layers), rel=0.01)
 

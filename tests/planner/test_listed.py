@@ -10,7 +10,7 @@ import pytest
 from hf_gpipe.planner.costs.model_costs import Operations
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, best_plan
-from hf_gpipe.planner.search.table_file import TABLE_FILE
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.schedule.kinds import RECOMPUTE
 from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.planner.models import MIB, layer, model, planner

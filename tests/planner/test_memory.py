@@ -9,7 +9,7 @@ import pytest
 from hf_gpipe.planner.costs.model_costs import SharedParameter
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.saving import copy_bytes, offload_text, offloaded_bytes, saving_text
+from hf_gpipe.planner.report import host_lines, saving_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
@@ -79,11 +79,11 @@ def test_an_offloaded_optimizer_needs_the_host_s_memory(zero: int, share: int) -
     )
     assert {process.memory.optimizer for process in with_it.processes} == {0}
     # A copy, its gradient and two moments.
-    assert offloaded_bytes(with_it) == [4 * 20 * MIB // share] * 2
-    assert f"{4 * 20 * 2 // share} MiB in all" in offload_text(with_it)
+    assert [own.offloaded for own in with_it.on_hosts] == [4 * 20 * MIB // share] * 2
+    assert f"{4 * 20 * 2 // share} MiB in all" in dict(host_lines(with_it))["optimizer"]
     assert with_it.step_seconds > without.step_seconds
-    assert not any(offloaded_bytes(without))
-    assert offload_text(without) == ""
+    assert not any(own.offloaded for own in without.on_hosts)
+    assert dict(host_lines(without))["optimizer"] == ""
 
 
 def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:
@@ -149,9 +149,9 @@ def test_copies_for_saving_are_of_what_is_saved_in_the_process_that_writes_it() 
         ({"optim": "adamw_torch", "saves_in_background": False}, 0),
     ):
         plan = planner(blocks(4), **inputs).plan(asked)
-        assert copy_bytes(plan) == [stage * MIB, 0, stage * MIB], inputs
+        assert [own.copies for own in plan.on_hosts] == [stage * MIB, 0, stage * MIB], inputs
         assert bool(saving_text(plan)) == bool(stage)
     frozen = replace(blocks(1).layers[0], parameters=Parameters(10 * MIB, 40 * MIB, MIB, 4 * MIB))
     alone = settings((1,))
-    assert copy_bytes(planner(model(frozen)).plan(alone)) == [40 * MIB]
-    assert copy_bytes(planner(model(frozen), saved="adapters").plan(alone)) == [4 * MIB]
+    assert planner(model(frozen)).plan(alone).on_hosts[0].copies == 40 * MIB
+    assert planner(model(frozen), saved="adapters").plan(alone).on_hosts[0].copies == 4 * MIB

@@ -14,9 +14,9 @@ from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, best_plan
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.meshes import with_mesh
 from hf_gpipe.planner.search.search_all import search
-from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import Placement, placement_for
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig

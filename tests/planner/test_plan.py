@@ -14,8 +14,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.report import report
 from hf_gpipe.planner.search.advice import smallest_fix
 from hf_gpipe.planner.search.choose import best_plan
-from hf_gpipe.planner.search.cut import choose_partition
-from hf_gpipe.planner.search.live_graphs import choose_recompute
+from hf_gpipe.planner.search.cut import choose_partition, choose_recompute
 from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.recompute import Recompute

@@ -17,11 +17,11 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner import decide
-from hf_gpipe.planner.costs import measure, speeds
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import block_seconds
-from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, times
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, mean_costs
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.settings.division import Division
@@ -47,7 +47,7 @@ def _train(kind: str) -> _Trained:
     said: list[str] = []
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speeds, "block_seconds", lambda *_, **__: [1.0, 2.03][rank])
+        patch.setattr(measure, "block_seconds", lambda *_, **__: [1.0, 2.03][rank])
         patch.setattr(decide.logger, "warning", said.append)
         if kind == "heterogeneous GPUs":
             facts = DeviceFacts("cpu", 1 << 30, 1 << 30, model=["a fast GPU", "a slow GPU"][rank])
@@ -81,8 +81,8 @@ def test_speeds_are_rounded_and_relative_to_the_first_process(monkeypatch: pytes
         def gather_objects(self, own: float) -> list[float]:
             return [own, 2 * own, own, own / 3]
 
-    monkeypatch.setattr(speeds, "block_seconds", lambda *_, **__: 0.7)
-    assert speeds.measure_speeds(None, None, Four(), None) == (1.0, 0.5, 1.0, 3.08)  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "block_seconds", lambda *_, **__: 0.7)
+    assert measure.measure_speeds(None, None, Four(), None) == (1.0, 0.5, 1.0, 3.08)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])
@@ -111,8 +111,8 @@ def test_divided_layers_are_measured_with_the_sums_over_their_ranks() -> None:
         assert block > 0
         assert costs.layers[1].forward.sums.num_bytes > 0
         # A link that takes seconds for a byte changes nothing: its time is in what was measured.
-        slow = LayerSums(costs, cpu(1), Level(2, 1.0, 1.0))
-        assert slow.seconds(1, 2, "none") == LayerSums(costs, cpu(1)).seconds(1, 2, "none")
+        slow = StageCosts(costs, cpu(1), Level(2, 1.0, 1.0))
+        assert slow.seconds(1, 2, "none") == StageCosts(costs, cpu(1)).seconds(1, 2, "none")
 
 
 def test_a_block_that_takes_longer_has_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +124,11 @@ def test_a_block_that_takes_longer_has_more_seconds(monkeypatch: pytest.MonkeyPa
 
 def test_costs_of_a_slower_process_count_as_the_first_one_s() -> None:
     costs = measure.profile_layers(adapter_for(CONFIG), Workload(1, 8, 8), CPU, repeats=1)
-    half = times(costs, 0.5)
+    half = mean_costs([costs], [0.5])
     for one, other in zip(costs.layers, half.layers, strict=True):
         assert one.seconds is not None
-        assert other.seconds == Seconds(*(value / 2 for value in vars(one.seconds).values()))
-    assert times(LayerTracer(adapter_for(CONFIG)).costs(Workload(1, 8, 8)), 3.0).layers[0].seconds is None
+        assert other.seconds == Seconds(*(value / 2 for value in one.seconds))
+    assert mean_costs([LayerTracer(adapter_for(CONFIG)).costs(Workload(1, 8, 8))], [3.0]).layers[0].seconds is None
 
 
 RECIPE = """\

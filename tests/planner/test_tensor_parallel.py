@@ -13,7 +13,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Level, parse_cluster
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts, SumBeside, SumsOverRanks
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.settings.division import Division
@@ -75,7 +75,7 @@ def test_the_sums_of_a_backward_run_beside_the_products_of_weights() -> None:
 
     def hidden_seconds(rate: float) -> float:
         link = Level(2, rate, 0.0)
-        beside, apart = (LayerSums(one, DEVICES["h100"], link) for one in (found, alone))
+        beside, apart = (StageCosts(one, DEVICES["h100"], link) for one in (found, alone))
         is_hidden = apart.seconds(1, 2, "none").backward - beside.seconds(1, 2, "none").backward
         assert is_hidden == pytest.approx(beside.hidden_seconds(1, 2), rel=1e-6)
         return is_hidden

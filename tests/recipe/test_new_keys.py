@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import pytest
 from pydantic import Field
+from transformers import HfArgumentParser
 
+from hf_gpipe import PipelineTrainingArguments
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, parse_recipe, section_help
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.settings.mode import ASYNCHRONOUS, Keys, Mode
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.settings.section import keys_of
+from hf_gpipe.training.arguments import with_keys_of
 
 RECIPE = """\
 model: {config: {model_type: llama}}
@@ -65,6 +69,20 @@ def test_a_new_key_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match=re.escape("pipeline.warm_links: found 0 (a whole number), expected a whole")):
         recipe_of(WithKey, monkeypatch, "pipeline.warm_links=0")
     assert WithKey.model_validate_json(recipe.pipeline.model_dump_json()) == recipe.pipeline
+
+
+def test_a_new_key_is_an_argument() -> None:
+    """Each argument repeated the type, the default and the help of its key by hand."""
+
+    @dataclass
+    @with_keys_of(WithKey, but=("device", "devices", "speeds"))
+    class Arguments(PipelineTrainingArguments):
+        pass
+
+    parser = HfArgumentParser(Arguments)
+    assert "Messages that are sent before training; None: none." in parser.format_help()
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--use_cpu", "True", "--warm_links", "3"])
+    assert (args.warm_links, Arguments("out").warm_links) == (3, None)
 
 
 def test_a_new_mode_is_one_class_with_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_a_recipe_that_asks_for_another_learning_rate(monkeypatch: pytest.Monkey
     made = settings.arguments_of
 
     def changed(recipe: Any) -> Any:
-        return made(replace(recipe, training=replace(recipe.training, learning_rate=0.125)))
+        return made(recipe.replace(training=recipe.training.replace(learning_rate=0.125)))
 
     found = differing(settings, ["run of causal/grpo"], lambda: monkeypatch.setattr(settings, "arguments_of", changed))
     assert len(found) == 1

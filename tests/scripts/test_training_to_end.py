@@ -169,7 +169,7 @@ def test_a_share_has_the_same_part_of_each_language_s_training_pairs(tmp_path: P
     paths = {share: part_of(data, share, tmp_path / "parts") for share in (0.25, 0.5)}
     rows = {share: {str(row) for row in rows_of(path)} for share, path in paths.items()}
     assert rows[0.25] < rows[0.5]
-    part = build_corpus(replace(data, path=str(paths[0.5])))
+    part = build_corpus(data.replace(path=str(paths[0.5])))
     of_language = {language: [pair for pair in part.train if pair.language == language] for language in part.languages}
     trained = Counter(pair.language for pair in whole.train)
     assert {language: len(pairs) for language, pairs in of_language.items()} == {

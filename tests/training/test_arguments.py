@@ -92,9 +92,9 @@ def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> 
         ({"data_seed": 1.5}, r"data_seed=1\.5: expected a whole number of at least 0"),
         ({"warmup_steps": "few"}, "training arguments: .*'str'"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': expected a number; 0 or None: no clipping"),
-        ({"weight_decay": math.nan}, "weight_decay=nan: expected a number of at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan: expected a finite number of at least 0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm=nan: expected a number; 0 or None: no clipping"),
-        ({"neftune_noise_alpha": -5.0}, r"neftune_noise_alpha=-5\.0: expected a finite number of at least 0"),
+        ({"neftune_noise_alpha": -5.0}, r"neftune_noise_alpha=-5\.0: expected a number of at least 0"),
     ],
 )
 def test_a_value_that_is_not_supported(

@@ -56,7 +56,8 @@ def holding(hold: Callable[[Path], Any]) -> Any:
     """`save_file` of the weights, which first waits until `hold` returns."""
 
     def save_file(tensors: Any, file: Path, **kwargs: Any) -> None:
-        hold(file)
+        if file.name.startswith("model"):
+            hold(file)
         torch_save_file(tensors, file, **kwargs)
 
     return save_file

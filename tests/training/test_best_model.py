@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, T
 
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
-from hf_gpipe.training import base, checkpoints, evaluating_trainer, loop
+from hf_gpipe.training import base, checkpoints, evaluator, loop
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, StopAt, trainer
 
@@ -202,6 +202,6 @@ def test_a_best_model_needs_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="save_strategy='best' needs metric_for_best_model"):
         trainer(tmp_path, family="llama", eval_dataset=CausalRows(2), **values).train()
     told: list[str] = []
-    monkeypatch.setattr(evaluating_trainer.logger, "warning", told.append)
+    monkeypatch.setattr(evaluator.logger, "warning", told.append)
     trainer(tmp_path, family="llama", max_steps=1, save_strategy="best", metric_for_best_model="loss").train()
     assert [text.split(",")[0] for text in told] == ["save_strategy='best' saves after evaluations"]

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.settings.pipeline import PipelineConfig
-from hf_gpipe.training.given import COMPARED, check_given, take_seed
+from hf_gpipe.training.given import check_given, decided_by, take_seed
 from scripts.trainer_tables import SUPPORTED
 from tests.oracle import padded_batch, plain_model, tiny_config
 
@@ -101,12 +101,12 @@ def arguments(folder: Path, **values: Any) -> PipelineTrainingArguments:
 
 
 def test_every_argument_is_compared_or_the_trainer_s_own() -> None:
-    """A new argument must be in COMPARED or above, so none can pass beside a Pipeline without anybody's decision."""
-    known = {one.name for one in fields(PipelineTrainingArguments)}
+    """A new argument must be decided by a Pipeline, or named above: none passes beside one without a decision."""
+    known, compared = {one.name for one in fields(PipelineTrainingArguments)}, set(decided_by(pipeline()))
     own = known - {one.name for one in fields(TrainingArguments)}
-    assert own | (SUPPORTED & known) == (set(COMPARED) | OF_THE_TRAINER) & known
-    assert not set(COMPARED) & OF_THE_TRAINER
-    assert set(CASES) == set(COMPARED)
+    assert own | (SUPPORTED & known) == (compared | OF_THE_TRAINER) & known
+    assert not compared & OF_THE_TRAINER
+    assert set(CASES) == compared
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

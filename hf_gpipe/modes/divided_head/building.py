@@ -12,6 +12,7 @@ from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, replace_tensor
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.modes.divided_head.head_part import HeadPart
 from hf_gpipe.modes.divided_head.runtime import State
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
@@ -28,6 +29,10 @@ class Builder(ModeBuilder):
         super().__init__(building)
         self._is_on = building.decision.full_table.divides_head
         self._parts: dict[int, HeadPart] = {}
+        if self._is_on:
+            decision = building.decision
+            check_divides_head(decision.adapter, decision.loss, decision.config)
+            check_stages(decision.config.schedule, decision.partition, decision.world.placement)
 
     def layers(self, layers: range) -> range:
         last = len(self.building.decision.adapter.layers) - 1

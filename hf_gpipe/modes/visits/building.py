@@ -8,13 +8,23 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
-from hf_gpipe.pipeline.mode_builder import ModeBuilder, check_no_batch_norm
+from hf_gpipe.pipeline.decision import Decision, check_draws_alike
+from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder, check_no_batch_norm
 from hf_gpipe.runtime.edges import connect_relays
 from hf_gpipe.runtime.step import Rows
+from hf_gpipe.schedule.visits import check_visits
+from hf_gpipe.settings.mode import COMPARED_ROWS, DEALT_STAGES
 
 
 class Builder(ModeBuilder):
     """Leaves weights in CPU memory, and makes their visits."""
+
+    def __init__(self, building: Building) -> None:
+        super().__init__(building)
+        decision = building.decision
+        _check_dealt(decision)
+        if visitors := decision.config.visits.offload_weights:
+            check_visits(decision.full_table, are_trained=visitors == "all")
 
     def assembled(self, models: Mapping[int, StageModel]) -> None:
         """One stage after another, for together they may not fit."""
@@ -43,3 +53,17 @@ class Builder(ModeBuilder):
         frozen = {p for own in visits.values() for p in own.parameters if not p.requires_grad}
         building.parameters.ties.leave_out(frozen)
         return State(rows, visits, connect_relays(world), building.homes, world.own_workers)
+
+
+def _check_dealt(decision: Decision) -> None:
+    """Raise UserError where stages are dealt and something needs them in one place."""
+    config, loss = decision.config, decision.loss
+    if not decision.world.placement.is_dealt:
+        return
+    # Of a table, whose name does not tell.
+    config.dealt_stages.check_visits(config.values())
+    config.check_beside(DEALT_STAGES)
+    if loss.compares_units:
+        config.check_beside(COMPARED_ROWS, [config.dealt_stages], loss=type(loss).__name__)
+    for what, value in decision.adapter.dropout.items():
+        check_draws_alike(decision.world, f"{what}={value}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Operations, mean_seconds
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -44,7 +44,7 @@ def each_chunk(
     return tuple(costs[number] for number in range(len(own)))
 
 
-def taper_of(chunks: Sequence[LayerSums]) -> float:
+def taper_of(chunks: Sequence[StageCosts]) -> float:
     """The taper with which all chunks take equal time, from the costs of equally long chunks, which grow evenly."""
     count = len(chunks)
     blocks = [index for index, layer in enumerate(chunks[0].costs.layers) if layer.kind == "block"]

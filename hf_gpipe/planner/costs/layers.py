@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -29,7 +30,6 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
 from hf_gpipe.model.divided_head import why_not_divided
 from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
-from hf_gpipe.planner.costs.kept import kept_for
 from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, SharedParameter
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.parameters import Parameters
@@ -122,7 +122,6 @@ class LayerTracer:
         layers: the layers of the model.
         run: the model whose layers are run in place of the model's.
         representative_layer: the number of the layer that is run in place of each layer of the model.
-        loss: the loss of the micro-batch.
     """
 
     def __init__(
@@ -134,16 +133,22 @@ class LayerTracer:
         division: Division = Division(),
     ) -> None:
         self.layers = ModelLayers(adapter, division)
-        self._division = division
         self.run, self.representative_layer = to_run(self.layers)
-        self.loss = loss
-        self._as_on_gpu = as_on_gpu
-        #: The stages that were made, by (first layer, end, whether blocks are recomputed).
-        self._stages: dict[tuple[int, int, bool], StageTracer] = {}
+        self._loss = loss
+        #: first layer, end, whether blocks are recomputed -> these layers of the model that is run, as a stage.
+        self._stage = cache(
+            lambda start, stop, recompute_blocks: StageTracer(
+                self.run.adapter,
+                range(start, stop),
+                self.run.wants_gradient,
+                loss=loss,
+                recompute_blocks=recompute_blocks,
+                as_on_gpu=as_on_gpu,
+                division=division,
+            )
+        )
         #: The traces of these stages, for micro-batches whose shapes differ in rows, or in chunks, alone.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
-        #: The traces on fake tensors, by any tracer of this process for the same layers.
-        self._kept = kept_for(self.run.adapter, loss, as_on_gpu, *division)
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
@@ -151,7 +156,7 @@ class LayerTracer:
         workload = workload.within(adapter)
         inputs = workload.micro_batch(adapter).inputs
         if workload.entries:
-            self.loss.check_inputs(adapter, inputs)
+            self._loss.check_inputs(adapter, inputs)
         traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.representative_layer)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):
@@ -159,31 +164,19 @@ class LayerTracer:
                 owner.setdefault(name, index)
         costs = []
         for index, layer in enumerate(adapter.layers):
-            traced_layer = traced[self.representative_layer[index]]
             sizes = boundary_bytes(adapter, index, inputs)
             wanted = layers.wants_gradient(index) if index else {}
             costs.append(
-                LayerCost(
+                replace(
+                    traced[self.representative_layer[index]],
                     name=layer.name,
                     kind=layer.kind,
                     stack=layer.stack,
                     parameters=layers.own[index],
                     shared=tuple(SharedParameter(n, layers.sizes[n], owner[n]) for n in layers.shared[index]),
                     buffer_bytes=layers.buffer_bytes[index],
-                    forward=traced_layer.trace.forward,
-                    backward=traced_layer.trace.backward,
-                    outside=traced_layer.trace.outside,
-                    weight_flops=0 if layer.kind == "head" else traced_layer.trace.weight_flops,
                     input_bytes=sum(sizes.values()),
                     gradient_input_bytes=sum(size for name, size in sizes.items() if wanted[name]),
-                    forward_working_bytes=traced_layer.trace.forward_peak,
-                    forward_only_working_bytes=traced_layer.trace.forward_only_peak + traced_layer.received_bytes,
-                    plain=traced_layer.plain,
-                    block=traced_layer.block,
-                    deferred_bytes=traced_layer.trace.deferred,
-                    row_bytes=traced_layer.trace.row,
-                    converted_bytes=traced_layer.trace.converted,
-                    sums_beside=traced_layer.trace.sums_beside,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
@@ -193,29 +186,46 @@ class LayerTracer:
             micro_batch_bytes=sum(tensor.nbytes for tensor in inputs.values()),
             dtype=_name(adapter.dtype),
             compute_dtype=_name(compute),
-            whole_logits=whole_logits(adapter, self.loss),
-            can_divide_head=layers.division.is_whole and not why_not_divided(adapter, self.loss),
+            whole_logits=whole_logits(adapter, self._loss),
+            can_divide_head=layers.division.is_whole and not why_not_divided(adapter, self._loss),
         )
 
-    def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:
-        """Trace a layer of the model that is run."""
+    def _traced(self, index: int, workload: Workload, inputs: Inputs) -> LayerCost:
+        """Trace a layer of the model that is run. What it holds, and its place in the model, are not filled in."""
         layer = self.run.adapter.layers[index]
         sizes = boundary_bytes(self.run.adapter, index, inputs)
         hidden = sizes.get("hidden", 0)
-        trace = self._trace(index, workload)
-        saved_input = hidden if trace.saves_hidden else 0
-        block, saved_block_input = trace, saved_input
+        trace = block = self._trace(index, workload)
+        saved_input = saved_block_input = hidden if trace.saves_hidden else 0
         if layer.kind == "block":
             saved_block_input = hidden
             block = self._trace(index, workload, recompute_blocks=True)
         if layer.kind == "embedding" and "encoder_hidden" in sizes:
             # The decoder's blocks read the encoder's output until the last of them is done.
             saved_input = saved_block_input = sizes["encoder_hidden"]
-        return _Traced(
-            trace,
-            self._graph_cost(index, workload, inputs, trace, saved_input, recompute_blocks=False),
-            self._graph_cost(index, workload, inputs, block, saved_block_input, recompute_blocks=block is not trace),
-            sum(sizes.values()),
+        return LayerCost(
+            name=layer.name,
+            kind=layer.kind,
+            stack=layer.stack,
+            parameters=Parameters(),
+            shared=(),
+            buffer_bytes=0,
+            forward=trace.forward,
+            backward=trace.backward,
+            outside=trace.outside,
+            weight_flops=0 if layer.kind == "head" else trace.weight_flops,
+            input_bytes=0,
+            gradient_input_bytes=0,
+            forward_working_bytes=trace.forward_peak,
+            forward_only_working_bytes=trace.forward_only_peak + sum(sizes.values()),
+            plain=self._graph_cost(index, workload, inputs, trace, saved_input, recompute_blocks=False),
+            block=self._graph_cost(
+                index, workload, inputs, block, saved_block_input, recompute_blocks=block is not trace
+            ),
+            deferred_bytes=trace.deferred,
+            row_bytes=trace.row,
+            converted_bytes=trace.converted,
+            sums_beside=trace.sums_beside,
         )
 
     def _graph_cost(
@@ -273,52 +283,17 @@ class LayerTracer:
         if key not in self._by_rows:
             # The head takes some positions at a time, however many there are, and packed rows attend to each other.
             has_head = self.run.adapter.layers[stop - 1].kind == "head"
-            of_stage = start, stop, recompute_blocks
+            is_bent = (has_head and not is_cut) or workload.is_packed or bool(workload.chunks.taper)
+            stage = self._stage(start, stop, recompute_blocks)
 
             def compute(number: int) -> Numbers:
                 shape = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
-                asked = run, *args, *of_stage, shape
-                if asked not in self._kept:
-                    stage = self._stage(*of_stage)
-                    result = run(stage, shape.micro_batch(self.run.adapter), *args)
-                    if stage.is_real:  # it depends on values
-                        return result
-                    self._kept[asked] = result
-                numbers: Numbers = self._kept[asked]
-                return numbers
+                return run(stage, shape.micro_batch(self.run.adapter), *args)
 
-            def can_be_linear() -> bool:
-                is_real = of_stage in self._stages and self._stages[of_stage].is_real
-                return not ((has_head and not is_cut) or workload.is_packed or workload.chunks.taper or is_real)
-
-            self._by_rows[key] = ByRows(compute, can_be_linear)
+            # The numbers of a stage that runs on real tensors depend on values.
+            self._by_rows[key] = ByRows(compute, lambda: not (is_bent or stage.is_real))
         numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)
         return numbers
-
-    def _stage(self, start: int, stop: int, recompute_blocks: bool) -> StageTracer:
-        """These layers of the model that is run, as a stage."""
-        key = start, stop, recompute_blocks
-        if key not in self._stages:
-            self._stages[key] = StageTracer(
-                self.run.adapter,
-                range(start, stop),
-                self.run.wants_gradient,
-                loss=self.loss,
-                recompute_blocks=recompute_blocks,
-                as_on_gpu=self._as_on_gpu,
-                division=self._division,
-            )
-        return self._stages[key]
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """A layer that was run as a stage of its own."""
-
-    trace: Trace
-    plain: GraphCost
-    block: GraphCost
-    received_bytes: int
 
 
 def boundary_bytes(adapter: Adapter, index: int, inputs: Inputs) -> dict[str, int]:

@@ -8,6 +8,7 @@ in about a second.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,6 +27,7 @@ from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.job.facts import DeviceFacts
+from hf_gpipe.job.world import World
 from hf_gpipe.libraries.torch import loopback_group
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
@@ -59,6 +61,10 @@ _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS = 10, 2.0
 _KERNELS_BYTES = 5 << 26
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
+
+#: Speeds are rounded to powers of 2^(1/8), steps of 9 %, so that the next run, which measures a little differently,
+#: mostly decides the same.
+_STEPS_OF_AN_OCTAVE = 8
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -131,6 +137,33 @@ def block_seconds(
         budget = _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS
         clock = _Clock(run, micro_batch, device, loss, *budget, barrier or _alone, ranks)
         return clock.measure(block, block + 1).of_micro_batch()
+
+
+def measure_speeds(
+    adapter: Adapter, workload: Workload, world: World, loss: Loss, ranks: Ranks | None = None
+) -> tuple[float, ...] | None:
+    """The speed of each worker relative to the first one; None: all are alike.
+
+    Every process calls it. All of them compute a forward and a backward of one block at the same time, as in a run, so
+    processes that share a machine slow each other down as they will.
+
+    Args:
+        adapter: the model's adapter.
+        workload: a micro-batch.
+        world: the processes and their devices.
+        loss: the loss of the micro-batch.
+        ranks: the ranks of this process's worker, among which the block is divided; None: a process is a worker.
+    """
+    own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier, ranks=ranks)
+    # The ranks of a worker wait for each other.
+    first, *others = world.gather_objects(own)[:: 1 if ranks is None else ranks.size]
+    speeds = (1.0, *(_rounded(first / seconds) for seconds in others))
+    return None if set(speeds) == {1.0} else speeds
+
+
+def _rounded(speed: float) -> float:
+    exact = 2.0 ** (round(_STEPS_OF_AN_OCTAVE * math.log2(speed)) / _STEPS_OF_AN_OCTAVE)
+    return float(f"{exact:.3g}")
 
 
 def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:

@@ -1,7 +1,7 @@
 """The costs of each layer of a model: parameters, arithmetic, memory and, once measured, time.
 
 `LayerTracer` (layers.py) computes the costs of a model without weights; `profile_layers` (measure.py) adds measured
-seconds. Every number is for ONE micro-batch (workload.py) and one layer; `LayerSums` (prefix_sums.py) adds
+seconds. Every number is for ONE micro-batch (workload.py) and one layer; `StageCosts` (stage_costs.py) adds
 them up.
 """
 
@@ -14,8 +14,12 @@ from typing import Literal, NamedTuple
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
+
+#: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
+_CALLS_OF_ACTION = 10
 
 InnerRecompute = Literal["none", "block"]
 """The tensors that a stored graph keeps: all, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
@@ -27,40 +31,32 @@ class SharedParameter:
 
     A process holds it once if any of its layers uses it. The stage of the first layer that uses it owns it: there
     alone it has optimizer state; the others hold a copy and its gradient.
-
-    Attributes:
-        name: its Hugging Face name; a tied parameter has its source's name.
-        size: the size that it adds to a process that holds it.
-        first_layer: number of the first layer that uses it.
     """
 
     name: str
+    """Its Hugging Face name; a tied parameter has its source's name."""
     size: Parameters
     first_layer: int
 
 
 @dataclass(frozen=True)
 class GraphCost:
-    """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward.
-
-    Attributes:
-        saved_bytes: the bytes that the layer's graph keeps until its backward, without its input.
-        saved_input_bytes: the part of its input that the graph keeps. On a stage's first layer it is the boundary's.
-        stage_saved_bytes: the bytes that the graph keeps of what is made outside of the layers, such as masks and
-            rotary tables, once for all layers of a stack on a stage.
-        backward_working_bytes: the peak of the backward above what the graph keeps, the gradient that comes in
-            included, where the weights have their gradients already. It includes the inside of a recomputed block.
-    """
+    """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward."""
 
     saved_bytes: int
+    """The bytes that the layer's graph keeps until its backward, without its input."""
     saved_input_bytes: int
+    """The part of its input that the graph keeps. On a stage's first layer it is the boundary's."""
     stage_saved_bytes: int
+    """The bytes that the graph keeps of what is made outside of the layers, such as masks and rotary tables, once for
+    all layers of a stack on a stage."""
     backward_working_bytes: int
+    """The peak of the backward above what the graph keeps, the gradient that comes in included, where the weights have
+    their gradients already. It includes the inside of a recomputed block."""
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Measured time of one micro-batch: a forward without a graph, a forward with one, and a backward."""
+class Seconds(NamedTuple):
+    """The time of one micro-batch: a forward without a graph, a forward with one, and a backward."""
 
     forward_only: float
     forward: float
@@ -68,11 +64,7 @@ class Seconds:
 
     def less(self, other: Seconds) -> Seconds:
         """The difference, at least 0, since a difference of two measurements may be noise."""
-        return Seconds(
-            max(self.forward_only - other.forward_only, 0.0),
-            max(self.forward - other.forward, 0.0),
-            max(self.backward - other.backward, 0.0),
-        )
+        return Seconds(*(max(own - less, 0.0) for own, less in zip(self, other, strict=True)))
 
     def first_forward(self, recomputed: float = 0.0) -> float:
         """The seconds of the forward F of one micro-batch, where a share of the micro-batches is recomputed."""
@@ -83,16 +75,12 @@ class Seconds:
         return self.first_forward(recomputed) + recomputed * self.forward + self.backward
 
     def divided(self, number: float) -> Seconds:
-        return Seconds(self.forward_only / number, self.forward / number, self.backward / number)
+        return Seconds(*(own / number for own in self))
 
     @classmethod
     def combined(cls, measured: Collection[Seconds], combine: Callable[[Iterable[float]], float]) -> Seconds:
         """The mean or median of several measurements, whichever `combine` computes."""
-        return cls(
-            combine(seconds.forward_only for seconds in measured),
-            combine(seconds.forward for seconds in measured),
-            combine(seconds.backward for seconds in measured),
-        )
+        return cls(*map(combine, zip(*measured, strict=True)))
 
 
 class SumsOverRanks(NamedTuple):
@@ -151,53 +139,48 @@ NO_OPERATIONS = Operations()
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer's costs for one micro-batch.
-
-    Attributes:
-        name, kind, stack: the fields of the layer (adapters/layers.py).
-        parameters: the size of the parameters that no other layer uses.
-        shared: the parameters that other layers use too.
-        buffer_bytes: the bytes of tensors that are no parameters, such as position tables.
-        converted_bytes: the bytes of the weights that autocast converts, once for all micro-batches of a step.
-        forward: the operations of the forward, the head's loss included.
-        backward: the operations of the backward for inputs and weights, without any recomputation.
-        outside: the operations of a stage before its layers, for masks and positions.
-        weight_flops: the part of the backward's operations that W can compute later: for the weights of linear layers,
-            except the head's.
-        input_bytes: the bytes that cross the boundary before this layer; 0 for the first layer.
-        gradient_input_bytes: the bytes that come back across that boundary.
-        forward_working_bytes: the peak of a forward with a graph above the memory before it.
-        forward_only_working_bytes: the peak of a forward without a graph, as in the first forward of a recomputed
-            stage; it includes the layer's input, which no graph keeps.
-        plain: the layer's graph where nothing is recomputed inside of the stage.
-        block: the layer's graph where each block is recomputed.
-        seconds: the measured seconds; None where nothing was measured.
-        deferred_bytes: the bytes that I keeps for W where the backward is split.
-        row_bytes: the bytes of the keys and values of a chunk's whole rows, and of their gradients.
-        sums_beside: the sums of the backward that run beside products of weights, unless W computes these later.
-    """
+    """One layer's costs for one micro-batch."""
 
     name: str
     kind: LayerKind
     stack: StackName
     parameters: Parameters
+    """The size of the parameters that no other layer uses."""
     shared: tuple[SharedParameter, ...]
     buffer_bytes: int
+    """The bytes of tensors that are no parameters, such as position tables."""
     forward: Operations
+    """The operations of the forward, the head's loss included."""
     backward: Operations
+    """The operations of the backward for inputs and weights, without any recomputation."""
     input_bytes: int
+    """The bytes that cross the boundary before this layer; 0 for the first layer."""
     gradient_input_bytes: int
+    """The bytes that come back across that boundary."""
     forward_working_bytes: int
+    """The peak of a forward with a graph above the memory before it."""
     forward_only_working_bytes: int
+    """The peak of a forward without a graph, as in the first forward of a recomputed stage; it includes the layer's
+    input, which no graph keeps."""
     plain: GraphCost
+    """The layer's graph where nothing is recomputed inside of the stage."""
     block: GraphCost
+    """The layer's graph where each block is recomputed."""
     outside: Operations = NO_OPERATIONS
+    """The operations of a stage before its layers, for masks and positions."""
     weight_flops: int = 0
+    """The part of the backward's operations that W can compute later: for the weights of linear layers, but the
+    head's."""
     seconds: Seconds | None = None
+    """The measured seconds; None where nothing was measured."""
     deferred_bytes: int = 0
+    """The bytes that I keeps for W where the backward is split."""
     row_bytes: int = 0
+    """The bytes of the keys and values of a chunk's whole rows, and of their gradients."""
     converted_bytes: int = 0
+    """The bytes of the weights that autocast converts, once for all micro-batches of a step."""
     sums_beside: tuple[SumBeside, ...] = ()
+    """The sums of the backward that run beside products of weights, unless W computes these later."""
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
         """The layer's part of a stored graph."""
@@ -206,52 +189,44 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class HeadPart:
-    """The part of a head that each stage has, where it is divided over them; for one micro-batch.
-
-    Attributes:
-        held: the size of a stage's part of the head's parameters.
-        tie: the name of the tied embedding: a stage that uses it has the part already, and its owner has the
-            optimizer's state; empty: the head is a layer of its own.
-        logits_seconds, gradient_seconds: the seconds of S and T.
-        hidden_bytes: the bytes of the hidden states, which their gradient has too.
-        logits_bytes: the bytes that are kept from S to T beside the hidden states.
-        working_bytes: the working memory of S or T.
-    """
+    """The part of a head that each stage has, where it is divided over them; for one micro-batch."""
 
     held: Parameters
     tie: str
+    """The name of the tied embedding: a stage that uses it has the part already, and its owner has the optimizer's
+    state; empty: the head is a layer of its own."""
     logits_seconds: float
+    """The seconds of S."""
     gradient_seconds: float
+    """The seconds of T."""
     hidden_bytes: int
+    """The bytes of the hidden states, which their gradient has too."""
     logits_bytes: int
+    """The bytes that are kept from S to T beside the hidden states."""
     working_bytes: int
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The costs of all layers of a model, in order, for one shape of micro-batch. Divided layers have one rank's costs.
-
-    Attributes:
-        layers: the costs of each entry of `Adapter.layers`.
-        workload: the micro-batch.
-        micro_batch_bytes: the bytes of its ids, masks and labels, which every stage holds during the whole step.
-        dtype: the type of the weights, such as "float32".
-        compute_dtype: the type of the matrix products: autocast's, or the weights'.
-        whole_logits: why training makes the logits of a micro-batch whole; empty where it makes them in chunks.
-        stage_seconds: the seconds of a stage for a micro-batch beyond its layers; None: nothing was measured.
-        update_seconds_per_parameter: the measured seconds of the optimizer, clipping included; None: not measured.
-        can_divide_head: whether a schedule can divide the last layer over the stages.
-    """
+    """The costs of all layers of a model, in order, for one shape of micro-batch. Divided layers have one rank's
+    costs."""
 
     layers: tuple[LayerCost, ...]
     workload: Workload
     micro_batch_bytes: int
+    """The bytes of its ids, masks and labels, which every stage holds during the whole step."""
     dtype: str
+    """The type of the weights, such as "float32"."""
     compute_dtype: str
+    """The type of the matrix products: autocast's, or the weights'."""
     whole_logits: str = ""
+    """Why training makes the logits of a micro-batch whole; empty where it makes them in chunks."""
     stage_seconds: Seconds | None = None
+    """The seconds of a stage for a micro-batch beyond its layers; None: nothing was measured."""
     update_seconds_per_parameter: float | None = None
+    """The measured seconds of the optimizer, clipping included; None: not measured."""
     can_divide_head: bool = False
+    """Whether a schedule can divide the last layer over the stages."""
 
     @property
     def without_head(self) -> ModelCosts:
@@ -286,33 +261,26 @@ class ModelCosts:
         return sum([*(layer.parameters for layer in self.layers), *shared.values()], start=Parameters())
 
 
-def times(costs: ModelCosts, factor: float) -> ModelCosts:
-    """Multiply the measured seconds of some costs by a factor."""
+def mean_costs(measured: Sequence[ModelCosts], factors: Sequence[float] | None = None) -> ModelCosts:
+    """Merge the costs that several processes have measured: with the mean of their seconds, or None without any.
 
-    def scaled(seconds: Seconds | None) -> Seconds | None:
-        return None if seconds is None else seconds.divided(1 / factor)
+    The seconds of each process are multiplied by its factor; None: by 1.
+    """
+    factors = factors or [1.0] * len(measured)
 
-    update = costs.update_seconds_per_parameter
-    return replace(
-        costs,
-        layers=tuple(replace(layer, seconds=scaled(layer.seconds)) for layer in costs.layers),
-        stage_seconds=scaled(costs.stage_seconds),
-        update_seconds_per_parameter=None if update is None else factor * update,
-    )
+    def mean(seconds: Iterable[Seconds | None]) -> Seconds | None:
+        return mean_seconds(own and own.divided(1 / factor) for own, factor in zip(seconds, factors, strict=True))
 
-
-def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
-    """Merge the costs that several processes have measured: with the mean of their seconds, or None without any."""
     layers = tuple(
-        replace(same[0], seconds=mean_seconds(layer.seconds for layer in same))
+        replace(same[0], seconds=mean(layer.seconds for layer in same))
         for same in zip(*(costs.layers for costs in measured), strict=True)
     )
     updates = [costs.update_seconds_per_parameter for costs in measured]
-    known = [seconds for seconds in updates if seconds is not None]
+    known = [factor * seconds for seconds, factor in zip(updates, factors, strict=True) if seconds is not None]
     return replace(
         measured[0],
         layers=layers,
-        stage_seconds=mean_seconds(costs.stage_seconds for costs in measured),
+        stage_seconds=mean(costs.stage_seconds for costs in measured),
         update_seconds_per_parameter=fmean(known) if known else None,
     )
 
@@ -321,3 +289,37 @@ def mean_seconds(measured: Iterable[Seconds | None]) -> Seconds | None:
     """The mean of the measurements that are not None; None where all are."""
     known = [seconds for seconds in measured if seconds is not None]
     return Seconds.combined(known, fmean) if known else None
+
+
+def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
+    """A layer's seconds by a device's rates: products take their arithmetic, and other operations what they move."""
+    rate = device.product_rate(compute_dtype)
+    forward, backward = (
+        device.seconds(own.flops / rate, own.moved, own.calls) for own in (layer.forward, layer.backward)
+    )
+    return Seconds(forward, forward, backward)
+
+
+def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
+    """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
+    action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
+    moved, calls = max(layer.outside.moved for layer in layers), max(layer.outside.calls for layer in layers)
+    forward = action + device.seconds(0.0, moved, calls)
+    return Seconds(forward, forward, action)
+
+
+def hidden_seconds(layer: LayerCost, own: Seconds, link: Level) -> float:
+    """The seconds of the backward's sums that products hide: a sum is hidden as long as its products run."""
+    if not layer.sums_beside:
+        return 0.0
+    per_operation = own.backward / layer.backward.flops
+    return sum(min(beside.sum.seconds(link), beside.flops * per_operation) for beside in layer.sums_beside)
+
+
+def rated_speeds(costs: ModelCosts, devices: Sequence[Device]) -> tuple[float, ...]:
+    """The speed of each device relative to the first one, by their data sheets, for the layers of a model."""
+    dtype = costs.compute_dtype
+    seconds = [
+        sum(estimated_seconds(layer, dtype, device).of_micro_batch() for layer in costs.layers) for device in devices
+    ]
+    return tuple(float(f"{seconds[0] / total:.3g}") for total in seconds)

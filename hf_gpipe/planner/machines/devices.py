@@ -23,6 +23,10 @@ _CALL_SECONDS = 1e-5
 #: TFLOP/s and 3.35 TB/s, a large product reaches 0.78 of the rate (0.73 in float32) and a copy 0.67 of the bandwidth.
 #: The layers of a Llama of width 2560 take the time that 0.7 and 0.67 give.
 _PRODUCT_SHARE, _MEMORY_SHARE = 0.7, 0.67
+#: What GeForce cards reach of the rate that their sheets give for sums in float32, which is half of what their tensor
+#: cores could do. LLMQ (arXiv 2512.15306, benchmarks/ of its repository) trains in bfloat16 at 0.95 of it on an RTX
+#: 4090 and at 1.0 on an RTX 5060 Ti, recomputation counted, and at 0.6 of an H100's rate.
+_GEFORCE_SHARE = 0.95
 #: What a CUDA context, with the kernels that torch loads, takes of a device beside torch's allocator. It is the
 #: difference between "this process has" and "allocated" plus "reserved" in torch's messages of CUDA out of memory: 0.46
 #: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
@@ -36,6 +40,7 @@ _WORKSPACE_MIB = 12.125
 #: What a desktop takes of the card that drives its screen: its windows, a browser and the frames of one or two screens.
 SCREEN_BYTES = 1 << 30
 _BLACKWELL = {"workspace_mib": 64.0}
+_GEFORCE = {"product_share": _GEFORCE_SHARE}
 _HOPPER = {**_BLACKWELL, "context_gib": 0.85}
 
 
@@ -168,6 +173,7 @@ def _gpu(
     bf16: float | None,
     workspace_mib: float | None = _WORKSPACE_MIB,
     context_gib: float = _CONTEXT_GIB,
+    product_share: float = _PRODUCT_SHARE,
 ) -> Device:
     """A device of the table below.
 
@@ -179,6 +185,7 @@ def _gpu(
         fp32, fp16, bf16: the rates of products, in 10^12 operations a second.
         workspace_mib: the workspaces of cuBLAS; None: the device has no CUDA.
         context_gib: the memory of CUDA's context and kernels.
+        product_share: as of `Device`.
     """
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
@@ -186,7 +193,7 @@ def _gpu(
     memory_bytes = round((memory_gib - context_gib) * _GIB)
     workspace = None if workspace_mib is None else int(workspace_mib * (1 << 20))
     device = Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
-    return replace(_of_sheet(device), workspace_bytes=workspace)
+    return replace(_of_sheet(device), workspace_bytes=workspace, product_share=product_share)
 
 
 def _of_sheet(device: Device) -> Device:
@@ -223,10 +230,10 @@ DEVICES: dict[str, Device] = {
         # NVIDIA GeForce RTX 3060 specifications: 102 with sparsity and sums in float16.
         _gpu("rtx3060", 11.6, 0.36, "pcie4", fp32=12.7, fp16=25.5, bf16=25.5),
         _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
-        _gpu("rtx4080", 15.6, 0.717, "pcie4", fp32=48.7, fp16=97.5, bf16=97.5),
-        _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
-        _gpu("rtx5080", 15.4, 0.96, "pcie5", fp32=56.3, fp16=112.6, bf16=112.6, **_BLACKWELL),
-        _gpu("rtx5090", 31.3, 1.792, "pcie5", fp32=104.8, fp16=209.5, bf16=209.5, **_BLACKWELL),
+        _gpu("rtx4080", 15.6, 0.717, "pcie4", fp32=48.7, fp16=97.5, bf16=97.5, **_GEFORCE),
+        _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165, **_GEFORCE),
+        _gpu("rtx5080", 15.4, 0.96, "pcie5", fp32=56.3, fp16=112.6, bf16=112.6, **_BLACKWELL, **_GEFORCE),
+        _gpu("rtx5090", 31.3, 1.792, "pcie5", fp32=104.8, fp16=209.5, bf16=209.5, **_BLACKWELL, **_GEFORCE),
         # NVIDIA DGX Spark: a GB10, whose memory the CPU shares, and whose port has 200 Gbit/s. Its sheet says 1 PFLOP/s
         # in 4 bits with sparsity, eight times the rate in half precision.
         _gpu("dgx-spark", 121.6, 0.273, "infiniband-200", fp32=31, fp16=125, bf16=125, **_BLACKWELL),

@@ -8,7 +8,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.search.choose import allowed_plans, can_run, micro_batch_counts, work
 from hf_gpipe.planner.search.cut import cut_plan
-from hf_gpipe.planner.search.table_file import TABLE_FILE
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.text import seconds_text

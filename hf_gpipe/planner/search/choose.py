@@ -52,7 +52,7 @@ _WORK_OF_PLAN = 200
 #: The thresholds of Python's garbage collector during a search, unless larger ones are set.
 _COLLECTED_AFTER = 50_000, 20, 100
 
-Outcome = Plan | PartitionError | ScheduleError | DataError
+Outcome = Plan | UserError
 """The plan of a configuration, or the error that says why it has none."""
 
 
@@ -101,17 +101,23 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans with named schedules that a configuration allows and that are worth a try, at least one. Raises the
     errors of `best_plan`."""
     outcomes: list[Outcome] = []
+    errors: list[UserError] = []
     for cut in ways_to_cut(config, planner.inputs.mini_batch().target_tokens):
-        for way in planner.tapered(cut, is_open=config.chunks.chunk_taper == AUTO):
-            outcomes += _Search(planner.with_chunks(way), config.replace(**way.keys)).outcomes()
+        for chunks in planner.tapered(cut, is_open=config.chunks.chunk_taper == AUTO):
+            chunked = planner.with_chunks(chunks)
+            for way in with_visitors(chunked, config.replace(**chunks.keys)):
+                try:
+                    outcomes += _Search(chunked, way).outcomes()
+                except UserError as error:
+                    errors.append(error)
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
-        raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
+        raise min([outcome for outcome in outcomes if not isinstance(outcome, Plan)] or errors[:1], key=_sort_key)
     return plans
 
 
 class _Search:
-    """The search for what a configuration leaves open, whose number of chunks is decided.
+    """The search for what a configuration leaves open, whose chunks and weights that visit are decided.
 
     Args:
         planner: the planner of the model and these chunks.
@@ -129,8 +135,6 @@ class _Search:
     def outcomes(self) -> list[Outcome]:
         """The outcomes that are worth a try. Raises UserError where there is none."""
         planner, asked = self._planner, self._asked
-        if asked.visits.offload_weights == AUTO:
-            return self._with_or_without_visits()
         if asked.visits.offload_weights and not asked.is_decided:
             outcomes = map(self._outcome, visiting_ways(planner, asked, self._counts))
             return [with_dealt_table(outcome, asked) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
@@ -142,23 +146,6 @@ class _Search:
             return cut_plan(self._planner, config)
         except (PartitionError, ScheduleError, DataError) as error:
             return error
-
-    def _with_or_without_visits(self) -> list[Outcome]:
-        """The outcomes where all weights stay on their devices, and where some visit them.
-
-        Raises:
-            UserError: there is none.
-        """
-        outcomes: list[Outcome] = []
-        errors = []
-        for way in with_visitors(self._planner, self._asked):
-            try:
-                outcomes += _Search(self._planner, way).outcomes()
-            except UserError as error:
-                errors.append(error)
-        if not outcomes:
-            raise errors[0]
-        return outcomes
 
     def _allowed(self) -> list[PipelineConfig]:
         """The configuration with its schedule and M decided, in every way that is worth a try.

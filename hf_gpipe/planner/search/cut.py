@@ -1,19 +1,22 @@
-"""Cuts a model into stages, by what its layers cost and hold."""
+"""Cuts a model into stages, by what its layers cost and hold, and chooses what the stages recompute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.costs.model_costs import InnerRecompute
+from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.plan import Plan, Planner, best_of
-from hf_gpipe.planner.search.live_graphs import choose_recompute
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 
@@ -90,9 +93,10 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
         chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
         candidate = planner.plan(settings.replace(recompute=chosen))
         yield candidate
-        limits = [planner.limit_of(process.number) for process in candidate.processes]
-        full = [own for own, most in zip(candidate.processes, limits, strict=True) if most and own.memory.total > most]
-        if hosts.isdisjoint(crowded := {stage for process in full for stage in process.stages}):
+        limits, placement = map(planner.limit_of, range(len(candidate.memory))), candidate.timeline.schedule.placement
+        every = enumerate(zip(candidate.memory, limits, strict=True))
+        full = [process for process, (memory, most) in every if most and memory.total > most]
+        if hosts.isdisjoint(crowded := {stage for process in full for stage in placement.stages_of(process)}):
             return
         hosts -= crowded
 
@@ -156,6 +160,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     caps = [] if settings.visits.offload_weights else _caps(planner, placement)
     largest = max(caps, default=0.0)
 
+    @cache  # by_cost asks for the same runs of layers again and again
     def memory_bytes(stage: int, start: int, stop: int) -> float:
         # The bytes are scaled as if every stage had the largest limit of all.
         own = largest / caps[stage] if caps else 1.0
@@ -196,3 +201,60 @@ def _caps(planner: Planner, placement: Placement) -> list[float]:
             return []
         caps.append(limit / max(len(placement.stages_of(process)) for process in own))
     return caps
+
+
+def choose_recompute(planner: Planner, settings: DecidedConfig) -> str | tuple[str | int, ...]:
+    """Choose the largest number of stored graphs that fits the planner's limit, for each stage.
+
+    Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
+    recomputes its blocks instead, if that needs less.
+
+    Args:
+        planner: the planner of the model.
+        settings: the configuration with its partition; its `recompute` is not read.
+
+    Returns:
+        "none" where nothing need be recomputed, else an entry for each stage. Where it does not fit, nothing does.
+    """
+    layout = planner.layout(settings.replace(recompute="none"))
+    bound, placement = MemoryBound(layout), layout.table.placement
+    limits = planner.limits_of(placement)
+    entries: list[str | int] = ["none"] * settings.num_stages
+    for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
+        limit = min((own_limit for stage in own if (own_limit := limits[stage]) is not None), default=None)
+        if limit is None:
+            return "none"
+        for stage, entry in _stored_graphs(bound, layout.stages, own, limit):
+            entries[stage] = entry
+    return "none" if set(entries) == {"none"} else tuple(entries)
+
+
+def _stored_graphs(
+    bound: MemoryBound, layers: Sequence[StageLayers], own: Sequence[int], limit: int
+) -> Iterator[tuple[int, str | int]]:
+    """Yield the most stored graphs of each stage of a process, "none" where it may store all, or "block"."""
+    most = {stage: bound.most[stage][Held.GRAPH] for stage in own}
+    live = dict.fromkeys(own, 1)
+    inner: dict[int, InnerRecompute] = dict.fromkeys(own, "none")
+
+    def needed() -> float:
+        parts = [bound.parts(stage, layers[stage]._replace(inner=inner[stage]), live[stage]) for stage in own]
+        # One action works at a time, so the largest working memory of all stages is enough.
+        return sum(kept for kept, _ in parts) + max(working for _, working in parts)
+
+    for stage in own:
+        if (before := needed()) > limit:
+            # The stage has as many graphs of its blocks' inputs as the table ever has.
+            live[stage], inner[stage] = most[stage], "block"
+            if needed() >= before:
+                live[stage], inner[stage] = 1, "none"
+    # Stages grow in turn, so that no stage recomputes everything while another recomputes nothing.
+    growing = [stage for stage in own if inner[stage] == "none"]
+    while growing and needed() <= limit:
+        for stage in [*growing]:
+            live[stage] += 1
+            if live[stage] > most[stage] or needed() > limit:
+                live[stage] -= 1
+                growing.remove(stage)
+    for stage in own:
+        yield stage, "block" if inner[stage] == "block" else "none" if live[stage] >= most[stage] else live[stage]

@@ -7,22 +7,25 @@ single micro-batches and fills the time that is really free can be shorter (arXi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.layout import Layout
-from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan, best_of
-from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
-from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table, recompute_under
 from hf_gpipe.schedule.kinds import UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.zero_bubble import whole_backwards
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
+
+TABLE_FILE = "auto.txt"
+"""The name by which a configuration names the table that was made for its plan. There is no such file."""
 
 #: The most work of the search for a table: in actions that are tried, a few seconds, and in tables that are tried.
 _EFFORT, _TABLES = 1_000_000, 1_500
@@ -99,10 +102,8 @@ def _listed_plans(plan: Plan, layout: Layout, costs: Costs, *, recomputes: bool)
 
 
 def _work(layout: Layout, costs: Costs, *, recomputes: bool) -> Work:
-    amounts = [stage_amounts(layout.sums, stage, 0, 0) for stage in layout.stages]
-    received, graph, deferred = (
-        [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)
-    )
+    sizes = [layout.sums.bytes_of(stage).sizes for stage in layout.stages]
+    received, graph, deferred = ([own[held] for own in sizes] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED))
     held = [of_input + of_graph for of_input, of_graph in zip(received, graph, strict=True)]
     return Work(
         each_stage(costs.forward_seconds),
@@ -124,7 +125,7 @@ def _messages(costs: Costs, placement: Placement) -> list[float]:
 
 def _room(plan: Plan, process: int) -> float:
     """The bytes that a process has for micro-batches: what they take at its peak, and what is free then."""
-    memory, table = plan.processes[process].memory, plan.timeline.schedule
+    memory, table = plan.memory[process], plan.timeline.schedule
     ids = table.num_micro_batches * plan.costs.micro_batch_bytes
     return memory.activations + memory.logits + memory.boundaries - ids + _spare(plan, process)
 
@@ -133,7 +134,7 @@ def _spare(plan: Plan, process: int) -> int:
     """The bytes that are free at the peak. A negative number is the bytes that lack."""
     limit = plan.planner.limit_of(process)
     assert limit is not None
-    spare = limit - plan.processes[process].memory.total
+    spare = limit - plan.memory[process].total
     return int(spare / (1 + plan.planner.device.reserved_share)) - (spare < 0)
 
 
@@ -148,3 +149,16 @@ def _planned(plan: Plan, settings: DecidedConfig, orders: Sequence[Sequence[Acti
     table = Schedule(TABLE_FILE, before.num_stages, before.num_micro_batches, placement, tuple(rows))
     check_table(table)
     return with_table_file(plan, settings, table)
+
+
+def each_stage(seconds: object) -> Sequence[float]:
+    """The planner's costs of an action whose rows are whole: one value for each stage."""
+    return cast(Sequence[float], seconds)
+
+
+def with_table_file(plan: Plan, settings: DecidedConfig, table: Schedule) -> Plan:
+    """Plan these settings with a valid table, named `TABLE_FILE`, in place of the schedule."""
+    planner = copy.copy(plan.planner)
+    planner.inputs = replace(planner.inputs, tables={TABLE_FILE: table})
+    recompute = recompute_under(table, "block" if settings.recompute == "block" else "stage")
+    return planner.plan(settings.replace(schedule=TABLE_FILE, recompute=recompute))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner, best_of
-from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.search.listed import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
@@ -50,7 +50,9 @@ def way_of(plan: Plan) -> str:
 
 
 def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    """The configuration with `offload_weights`, which it leaves open, decided in every way that is worth a try."""
+    """The configuration with its `offload_weights` decided in every way that is worth a try."""
+    if config.visits.offload_weights != AUTO:
+        return [config]
     # All weights of dealt stages visit.
     ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
     return [config.replace(offload_weights=visitors) for visitors in ways]

@@ -33,7 +33,7 @@ class PipelineGRPOConfig(ModelArguments, TaskArguments):
     temperature: float = key_of(GRPOSection, "temperature")
     top_p: float = argument(1.0, "Share of the probability that is sampled from.")
     top_k: int = argument(0, "Number of tokens that are sampled from; 0: all.")
-    beta: float = argument(GRPOSection.beta, "Weight of the divergence from the model without its new PEFT adapters.")
+    beta: float = argument(GRPOSection().beta, "Weight of the divergence from the model without its new PEFT adapters.")
     num_iterations: int = key_of(GRPOSection, "num_iterations")
     epsilon: float = key_of(GRPOSection, "epsilon")
     epsilon_high: float | None = key_of(GRPOSection, "epsilon_high")

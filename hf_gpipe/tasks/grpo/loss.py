@@ -98,14 +98,14 @@ class GRPOLoss(NotingLoss):
         UserError: a value that is not allowed.
     """
 
-    beta: float = GRPOSection.beta
-    loss_type: str = GRPOSection.loss_type
-    max_completion_length: int = GRPOSection.max_completion_length
-    epsilon: float = field(default=GRPOSection.epsilon, kw_only=True)
+    beta: float = GRPOSection().beta
+    loss_type: str = GRPOSection().loss_type
+    max_completion_length: int = GRPOSection().max_completion_length
+    epsilon: float = field(default=GRPOSection().epsilon, kw_only=True)
     epsilon_high: float | None = field(default=None, kw_only=True)
     delta: float | None = field(default=None, kw_only=True)
     importance_sampling_level: str = field(default="token", kw_only=True)
-    temperature: float = field(default=GRPOSection.temperature, kw_only=True)
+    temperature: float = field(default=GRPOSection().temperature, kw_only=True)
 
     metrics = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
     reads, section = Reads.ROWS, GRPOSection

@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from typing_extensions import TypedDict
@@ -77,7 +76,7 @@ def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) ->
     Raises:
         DataError: rows that are not pairs, a language without pairs, or no training pairs.
     """
-    keys = {key: value for key, value in asdict(data).items() if key not in _NOT_OF_THE_PAIRS}
+    keys = {key: value for key, value in vars(data).items() if key not in _NOT_OF_THE_PAIRS}
     # Entries of "pairs" alone, of earlier releases, have no languages of the sides.
     key = fingerprint("pairs with languages", keys, [[part.language, part.identity()] for part in parts])
     folder = cached("pairs", key, lambda folder: _write(folder, parts, fields, data))

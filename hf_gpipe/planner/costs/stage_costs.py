@@ -1,4 +1,4 @@
-"""Bytes and seconds of any run of layers in constant time, from sums and maxima over the layers before each one.
+"""Seconds and bytes of one micro-batch on any stage, from sums and maxima over the layers before each one.
 
 One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, above its received input,
 
@@ -12,9 +12,11 @@ One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, ab
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
+from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.model_costs import (
     NO_SUMS,
@@ -25,12 +27,72 @@ from hf_gpipe.planner.costs.model_costs import (
     Parameters,
     Seconds,
     SharedParameter,
+    estimated_seconds,
+    estimated_stage_seconds,
+    hidden_seconds,
 )
 from hf_gpipe.planner.machines.devices import Device
+from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.occupancy import Amounts
 from hf_gpipe.settings.visits import Visitors
 
-#: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
-_CALLS_OF_ACTION = 10
+
+class Beside(NamedTuple):
+    """The share that a teacher's stage adds to a stage, for one micro-batch. The teacher runs in F alone, and its
+    weights are always there."""
+
+    held_bytes: float = 0
+    """The bytes of weights and buffers."""
+    input_bytes: int = 0
+    """The bytes that cross the boundary before the teacher's stage."""
+    sent_bytes: int = 0
+    """The bytes that F gives to the next stage."""
+    kept_bytes: int = 0
+    """The bytes kept from F to B: on the last stage the hidden states of which B makes the logits."""
+    forward_bytes: float = 0
+    """The peak of the teacher's forward, its input included."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    """The seconds of the projection to the teacher's logits, which B of the last stage makes."""
+
+    def forward_peak(self, own_bytes: float) -> float:
+        """The peak bytes of an F: the teacher's forward, then the student's forward, which takes `own_bytes`."""
+        return max(self.forward_bytes, self.input_bytes + self.sent_bytes + own_bytes)
+
+
+NOTHING = Beside()
+
+
+class StageLayers(NamedTuple):
+    """A stage of a plan: the run of layers `start` to `stop` (exclusive)."""
+
+    start: int
+    stop: int
+    inner: InnerRecompute
+    """The tensors that its stored graphs keep."""
+    beside: Beside = NOTHING
+    """The share that a teacher's stage adds."""
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """The number of the first layer, and of the layer after the last."""
+        return self.start, self.stop
+
+
+class StageBytes(NamedTuple):
+    """The bytes that a stage has, and that it holds for each micro-batch, whatever the table."""
+
+    held: Parameters
+    """The weights that are in its memory."""
+    owned: Parameters
+    """The weights of which it has the optimizer's state."""
+    fixed: float
+    """The bytes of its buffers, and of a teacher's stage."""
+    converted: float
+    """The bytes of its weights as autocast converts them, once for a step."""
+    sizes: Mapping[str, float]
+    """The bytes of each thing held, all items together. A divided head's hidden states count on every stage."""
 
 
 class RangeSum:
@@ -44,27 +106,17 @@ class RangeSum:
 
 
 class RangeMax:
-    """The largest of consecutive values `start` to `stop` (exclusive), at least one.
-
-    It has a table of the maxima over runs of 1, 2, 4 ... values, and any run is two of these.
-    """
+    """The largest of consecutive values `start` to `stop` (exclusive), at least one."""
 
     def __init__(self, values: Iterable[float]) -> None:
-        self._rows = [list(values)]
-        width = 1
-        while 2 * width <= len(self._rows[0]):
-            row = self._rows[-1]
-            self._rows.append([max(row[i], row[i + width]) for i in range(len(row) - width)])
-            width *= 2
+        self._values = list(values)
 
     def __call__(self, start: int, stop: int) -> float:
-        level = (stop - start).bit_length() - 1
-        row = self._rows[level]
-        return max(row[start], row[stop - (1 << level)])
+        return max(self._values[start:stop])
 
 
-class LayerSums:
-    """Bytes and seconds of one micro-batch on any run of layers, `start` to `stop` (exclusive).
+class StageCosts:
+    """Seconds and bytes of one micro-batch on any run of layers, `start` to `stop` (exclusive).
 
     Args:
         costs: the costs of the model's layers.
@@ -90,7 +142,7 @@ class LayerSums:
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
         self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
-        hidden = [_hidden_seconds(layer, own, link) for layer, own in zip(layers, seconds, strict=True)]
+        hidden = [hidden_seconds(layer, own, link) for layer, own in zip(layers, seconds, strict=True)]
         self.hidden_seconds = RangeSum(hidden)
         self._backward = RangeSum(
             own.backward + sent - (0.0 if costs.is_measured else beside)
@@ -122,7 +174,9 @@ class LayerSums:
             mode: GraphSums(layers, mode, tied, has_backward_thread=device.is_asynchronous)
             for mode in ("none", "block")
         }
+        #: A search asks for the same stages often.
         self._seconds: dict[tuple[int, int, InnerRecompute], Seconds] = {}
+        self._bytes: dict[tuple[StageLayers, bool], StageBytes] = {}
 
     def held(self, start: int, stop: int) -> Parameters:
         """The parameters that a stage has in memory."""
@@ -174,23 +228,77 @@ class LayerSums:
 
     def seconds(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
         """Seconds of a stage's actions; the recomputation of its blocks is part of the backward."""
-        run = start, stop, inner
-        if run not in self._seconds:  # a search asks for the same ones often
-            self._seconds[run] = self._seconds_of(*run)
+        run, beyond = (start, stop, inner), self._stage_seconds
+        if run not in self._seconds:
+            self._seconds[run] = Seconds(
+                # A stage makes masks and positions with a graph and without one alike.
+                forward_only=self._forward_only(start, stop) + beyond.forward,
+                forward=self._forward(start, stop) + beyond.forward,
+                backward=self._backward(start, stop) + beyond.backward + self.again(start, stop, inner),
+            )
         return self._seconds[run]
-
-    def _seconds_of(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
-        beyond = self._stage_seconds
-        return Seconds(
-            # A stage makes masks and positions with a graph and without one alike.
-            forward_only=self._forward_only(start, stop) + beyond.forward,
-            forward=self._forward(start, stop) + beyond.forward,
-            backward=self._backward(start, stop) + beyond.backward + self.again(start, stop, inner),
-        )
 
     def again(self, start: int, stop: int, inner: InnerRecompute) -> float:
         """The seconds in which a stage's backward recomputes its blocks."""
         return self._blocks_again(start, stop) if inner == "block" else 0.0
+
+    def graph_bytes(self, stage: StageLayers) -> float:
+        """The bytes that a graph of a stage keeps, all of which travel where it waits on the host."""
+        return self.graphs[stage.inner].kept_bytes(*stage.run)
+
+    def bytes_of(self, stage: StageLayers, *, converts_once: bool = True) -> StageBytes:
+        """The bytes of a stage.
+
+        Args:
+            stage: the layers.
+            converts_once: whether autocast converts weights once for a step. Where weights change between
+                micro-batches, each graph keeps its own conversion of them.
+        """
+        key = stage, converts_once
+        if key not in self._bytes:
+            graphs, run = self.graphs[stage.inner], stage.run
+            converted = graphs.converted_bytes(*run) if converts_once else 0.0
+            amounts = self.amounts(stage, converts_once=converts_once)
+            fixed = self.buffer_bytes(*run) + stage.beside.held_bytes
+            sizes = {held: sum(items.values()) for held, items in amounts.items()}
+            if self.part is not None:
+                sizes[Held.HEAD_INPUT] = self.part.hidden_bytes
+            self._bytes[key] = StageBytes(self.held(*run), self.owned(*run), fixed, converted, sizes)
+        return self._bytes[key]
+
+    def amounts(self, stage: StageLayers, *, converts_once: bool = True) -> Amounts:
+        """The bytes that each thing held adds to the items of an estimate of memory. The argument is that of
+        `bytes_of`."""
+        layers, run, beside, graphs = self.costs.layers, stage.run, stage.beside, self.graphs[stage.inner]
+        graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
+        is_last, head = stage.stop == len(layers), layers[stage.stop - 1]
+        logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
+        converted = 0.0 if converts_once else graphs.converted_bytes(*run)
+        of_graph = {"activations": graph - logits + converted, "logits": logits}
+        received = layers[stage.start].input_bytes if stage.start else 0
+        after = layers[min(stage.stop, len(layers) - 1)].gradient_input_bytes
+        row = {"activations": self.row_bytes(*run)}
+        amounts: dict[str, Mapping[str, float]] = {
+            Held.INPUT: {"boundaries": received + beside.kept_bytes},
+            Held.GRAPH: of_graph,
+            # A gradient is working memory of its backward from the start of that backward on.
+            Held.GRADIENT: {"early_gradients": after if self.part is not None or not is_last else 0},
+            Held.DEFERRED: {"activations": self.deferred_bytes(*run)},
+            Held.FORWARD_ONLY: {"working": beside.forward_peak(self.forward_only_peak_bytes(*run))},
+            Held.FORWARD: {"working": beside.forward_peak(graphs.forward_peak_bytes(*run))},
+            Held.BACKWARD: {"working": max(backward - graph, 0)},
+            Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
+            Held.ROW: row,
+            Held.ROW_GRADIENTS: row,
+        }
+        if (part := self.part) is not None:
+            # The last stage has the hidden states from its own F.
+            amounts[Held.HEAD_INPUT] = {"boundaries": 0 if is_last else part.hidden_bytes}
+            amounts[Held.LOGITS] = {"logits": part.logits_bytes + part.hidden_bytes}
+            amounts[Held.HEAD] = {"working": part.working_bytes}
+        for cost in parts_of_modes("cost").values():
+            amounts |= cost.amounts(self, stage, of_graph)
+        return amounts
 
 
 class GraphSums:
@@ -201,11 +309,10 @@ class GraphSums:
         inner: the tensors that stored graphs keep.
         tied: (bytes of the gradient, numbers of the layers that use it) of each weight that several layers use.
         has_backward_thread: whether backwards run in a thread of their own, as on GPUs. There autocast frees its
-            converted weights whenever a block has been recomputed.
+            converted weights whenever a block has been recomputed, and converts those of blocks again.
 
     Attributes:
         converted_bytes: the bytes of the weights of some layers that autocast converts once for a step.
-        converts_again: whether it converts weights of blocks again in the backward.
         most_working: the most bytes of an action of a layer but the last, beside graphs and these conversions, with the
             gradients of tied weights that wait.
     """
@@ -286,29 +393,29 @@ class GraphSums:
         return made - self._input[start]
 
 
-def _hidden_seconds(layer: LayerCost, own: Seconds, link: Level) -> float:
-    """The seconds of the backward's sums that products hide: a sum is hidden as long as its products run."""
-    if not layer.sums_beside:
-        return 0.0
-    per_operation = own.backward / layer.backward.flops
-    return sum(min(beside.sum.seconds(link), beside.flops * per_operation) for beside in layer.sums_beside)
-
-
-def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
-    """A layer's seconds by a device's rates: products take their arithmetic, and other operations what they move."""
-    rate = device.product_rate(compute_dtype)
-    forward, backward = (
-        device.seconds(own.flops / rate, own.moved, own.calls) for own in (layer.forward, layer.backward)
-    )
-    return Seconds(forward, forward, backward)
-
-
-def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
-    """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
-    action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
-    moved, calls = max(layer.outside.moved for layer in layers), max(layer.outside.calls for layer in layers)
-    forward = action + device.seconds(0.0, moved, calls)
-    return Seconds(forward, forward, action)
+def besides(teacher: StageCosts | None, num_stages: int) -> Sequence[Beside]:
+    """The share that a teacher adds to each stage. It is cut by the number of layers; None: there is no teacher."""
+    if teacher is None:
+        return [NOTHING] * num_stages
+    layers = teacher.costs.layers
+    of_stages = []
+    for own in cut(len(layers), num_stages, "count"):
+        run, is_last = (own.start, own.stop), own.stop == len(layers)
+        # The head's backward has the projection, and as many operations again for each of two gradients.
+        of_head = teacher.seconds(own.stop - 1, own.stop, "none").backward / 3 if is_last else 0.0
+        boundary = layers[-1 if is_last else own.stop].input_bytes
+        of_stages.append(
+            Beside(
+                held_bytes=teacher.held(*run).num_bytes + teacher.buffer_bytes(*run),
+                input_bytes=layers[own.start].input_bytes,
+                sent_bytes=0 if is_last else boundary,
+                kept_bytes=boundary if is_last else 0,
+                forward_bytes=teacher.forward_only_peak_bytes(*run),
+                forward_seconds=teacher.seconds(*run, "none").forward_only,
+                backward_seconds=of_head,
+            )
+        )
+    return of_stages
 
 
 def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPart:
