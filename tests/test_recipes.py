@@ -253,7 +253,7 @@ def test_it_is_planned(
 
     def costs_once(tracer: LayerTracer, workload: Workload) -> Any:
         # Recipes of the same model and micro-batch: one of them is traced.
-        asked = f"{tracer.layers.adapter.given_config.to_json_string()} {workload} {tracer.loss}"
+        asked = f"{tracer.layers.adapter.given_config.to_json_string()} {workload} {tracer._loss}"
         if asked not in traced:
             traced[asked] = trace(tracer, workload)
         return traced[asked]
