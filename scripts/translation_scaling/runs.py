@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe.fields import all_keys
 from translation_scaling import to_end
 from translation_scaling.curves import read_curve
 from translation_scaling.to_end import METRICS_FILE, RECIPE_FILE
@@ -179,12 +180,12 @@ def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 def flat(recipe: Recipe) -> dict[str, Any]:
     """A recipe's values by their dotted keys; those of the model's configuration too."""
     values: dict[str, Any] = {}
-    for section, keys in (asdict(recipe) | {"pipeline": recipe.pipeline.values()}).items():
-        for key, value in keys.items():
-            if (section, key) == ("model", "config"):
-                values |= {f"model.config.{name}": entry for name, entry in value.items()}
-            else:
-                values[f"{section}.{key}"] = value
+    for section, key in all_keys():
+        value = key.value_in(getattr(recipe, section))
+        if (section, key.name) == ("model", "config"):
+            values |= {f"model.config.{name}": entry for name, entry in value.items()}
+        else:
+            values[f"{section}.{key.name}"] = value
     return values
 
 
