@@ -26,6 +26,7 @@ from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig
+from hf_gpipe.settings.section import keys_of
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 
@@ -191,7 +192,7 @@ def test_measured_links_count_in_round_numbers() -> None:
 
 def test_recipes_and_trainers_have_the_same_defaults(tmp_path: Path) -> None:
     args = PipelineTrainingArguments(str(tmp_path), use_cpu=True)
-    assert args.on_nonfinite_loss == TrainingSection.on_nonfinite_loss == "ignore"
+    assert args.on_nonfinite_loss == keys_of(TrainingSection)["on_nonfinite_loss"].default == "ignore"
     assert (
         args.ddp_timeout
         == PipelineConfig().timeout_seconds
