@@ -12,7 +12,6 @@ from random import Random
 from typing import Any
 
 import torch
-from hf_gpipe.losses.distillation import DistillationLoss
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
@@ -25,6 +24,7 @@ from hf_gpipe.model.clone import Batch, randomise, turn_randomness_off
 from hf_gpipe.model.exactness import FLOAT32_LOGITS_TOLERANCE
 from hf_gpipe.model.steps import TOLERANCES, Step, plain_run
 from hf_gpipe.runtime.cutting import split_rows, split_tokens
+from hf_gpipe.tasks.distil import DistillationLoss
 from scripts.families import default_config
 from scripts.random_cases.draw import Case, draw, random_table
 from scripts.random_cases.fields import apply, changes
