@@ -63,11 +63,16 @@ class _Alone(TrainerCallback):
     """Process 1 ends its third update after process 0 has begun its fourth step, and asks for things alone."""
 
     def __init__(self, folder: Path) -> None:
-        self._begun = folder / "begun"
+        self._begun, self._saved = folder / "begun", folder / "checkpoint-6"
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and state.global_step == 3:
             self._begun.touch()
+        # That a checkpoint is written is a request of all processes, which must not come with that of one alone.
+        end = time.monotonic() + 60
+        while state.global_step == 8 and not self._saved.exists():
+            assert time.monotonic() < end, "the checkpoint is not written"
+            time.sleep(0.01)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         end = time.monotonic() + 20
@@ -78,7 +83,7 @@ class _Alone(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             control.should_save = state.global_step == 5
-            control.should_training_stop = state.global_step == 7
+            control.should_training_stop = state.global_step == 11
 
 
 class _Poison(TrainerCallback):
@@ -90,7 +95,7 @@ class _Poison(TrainerCallback):
 
 
 def _train_unclipped(folder: Path, num_processes: int) -> tuple[list[Any], dict[str, torch.Tensor], str]:
-    options: dict[str, Any] = {"max_steps": 10 if num_processes > 1 else 8, "logging_steps": 4, "max_grad_norm": 0.0}
+    options: dict[str, Any] = {"max_steps": 14 if num_processes > 1 else 12, "logging_steps": 4, "max_grad_norm": 0.0}
     options |= {"schedule": "zb_h2", "recompute": "none", "on_nonfinite_loss": "stop"}
     options |= {"train_dataset": CausalRows(24), "lr_scheduler_type": "constant"}
     recorder, config = Recorder(), tiny_config("llama", tied=False)
