@@ -33,7 +33,7 @@ _SET_BY_PIPELINE = {
     ),
 }
 #: Entries of a mini-batch that losses read.
-OF_LOSSES = (*("labels", "shift_labels", "ref_logps", "desirable", "kl", "advantages", "old_logps", "ref_token_logps"),)
+OF_LOSSES = ("labels", "shift_labels", "ref_logps", "desirable", "kl", "advantages", "old_logps", "ref_token_logps")
 #: Entries that say where the documents of flattened rows begin.
 _OF_FLATTENED = ("position_ids", *BORDERS)
 #: Entries that a pipeline reads itself.

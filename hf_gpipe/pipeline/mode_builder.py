@@ -40,7 +40,7 @@ class Building:
     homes: Homes | None = None
     run_by: dict[int, dict[int, StageModel]] = field(default_factory=dict)
     models: dict[int, StageModel] = field(default_factory=dict)
-    parameters: StageParameters | None = None
+    parameters: StageParameters = field(init=False)
 
 
 class ModeBuilder:

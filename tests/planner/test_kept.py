@@ -1,4 +1,4 @@
-"""What was traced, and operations on fake tensors, are kept where the same would be found again."""
+"""A planner traces no layer twice, and the results of operations on fake tensors are cached."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_images(family: str) -> Chain:
 
 
 def test_another_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was traced to decide tells the plans of the run, also of a mini-batch of the same shape."""
+    """A plan of the run uses the traces of the decision, also for another mini-batch of the same shape."""
     batch = {"input_ids": torch.ones(4, 6, dtype=torch.long), "labels": torch.ones(4, 6, dtype=torch.long)}
     pipe = Pipeline(llama(), 2, 2, recompute="auto", example=batch)
 

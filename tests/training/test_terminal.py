@@ -1,4 +1,4 @@
-"""What a training shows on a terminal, and what it writes into a pipe."""
+"""The log of a training on a terminal, and in a pipe."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ class Builder(ModeBuilder):
     def check(self) -> None:
         building = self.building
         if building.decision.is_asynchronous:
-            assert building.parameters is not None
             check_no_batch_norm(building.decision)
             _check_no_tie(building.decision, building.parameters)
 

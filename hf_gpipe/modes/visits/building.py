@@ -49,7 +49,6 @@ class Builder(ModeBuilder):
                 "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
                 "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
             )
-        assert building.parameters is not None
         frozen = {p for own in visits.values() for p in own.parameters if not p.requires_grad}
         building.parameters.ties.leave_out(frozen)
         return State(rows, visits, connect_relays(world), building.homes, world.own_workers)
