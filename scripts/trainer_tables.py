@@ -78,6 +78,9 @@ METHODS = {
     "get_learning_rates": "",
     "get_optimizer_group": "",
     "end": "it leaves the job that the processes have joined",
+    "get_train_dataloader": "the mini-batches of epoch 0; of an override, each item of the loader is a mini-batch",
+    "get_eval_dataloader": "as get_train_dataloader; the main process calls it in each evaluation",
+    "get_test_dataloader": "as get_train_dataloader; the main process calls it in each prediction",
 }
 
 #: Attributes that are here and may be set. Name -> note.
@@ -98,13 +101,9 @@ ATTRIBUTES = {
     "train_dataset": "",
 }
 
-_ROWS = "give the trainer the dataset and a data_collator; train_sampling_strategy sets the order"
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 #: Methods that the trainer has, and that may not be overridden since it would not call them. Name -> note.
 FIXED = {
-    "get_train_dataloader": f"the mini-batches of epoch 0; to change them {_ROWS}",
-    "get_eval_dataloader": "the mini-batches; to change them give another eval_dataset or data_collator",
-    "get_test_dataloader": "the mini-batches; to change them give another dataset or data_collator",
     "num_examples": "the rows of a dataset",
     "get_num_trainable_parameters": "counts the whole model, in every process",
     "get_total_train_batch_size": "the rows of an update; set per_device_train_batch_size",
@@ -120,6 +119,7 @@ READ_ONLY = {
     "hub_model_id": "set `hub_model_id` of the arguments",
     "is_in_train": "",
     "label_names": "the labels of a mini-batch are its entry 'labels'",
+    "accelerator": "a view of the processes: facts, `gather`, `wait_for_everyone`, `unwrap_model`; it prepares nothing",
     "deepspeed": "None",
     "is_deepspeed_enabled": "False",
     "is_fsdp_enabled": "False",
@@ -148,8 +148,8 @@ LACKING = {
         "include_num_input_tokens_seen and metrics.jsonl have tokens; state.total_flos has operations": (
             "floating_point_ops store_flos current_flos"
         ),
-        "no Accelerator is used; the processes are `trainer.world`, the stages `trainer.pipe`": (
-            "accelerator create_accelerator_and_postprocess"
+        "`trainer.accelerator` is a view of the processes; the stages are `trainer.pipe`": (
+            "create_accelerator_and_postprocess"
         ),
         "the Pipeline chooses the device; set use_cpu, or give a Pipeline with device": "place_model_on_device",
         "look at trainer.world": "is_model_parallel",

@@ -8,6 +8,7 @@ from transformers.modelcard import TrainingSummary as TrainingSummary  # what a 
 from transformers.optimization import AdafactorSchedule as AdafactorSchedule  # the learning rate Adafactor chose
 from transformers.trainer_callback import CallbackHandler as CallbackHandler  # calls a list of callbacks
 from transformers.trainer_callback import ExportableState as ExportableState  # a callback with a state to save
+from transformers.trainer_pt_utils import AcceleratorConfig as AcceleratorConfig
 from transformers.trainer_pt_utils import metrics_format as metrics_format  # metrics as text for people
 from transformers.trainer_pt_utils import save_metrics as save_metrics  # writes all_results.json and its like
 from transformers.trainer_pt_utils import save_state as save_state  # writes trainer_state.json

@@ -169,10 +169,10 @@ class TaskTrainer(PipelineTrainer):
         """The examples to evaluate on with all that the loss reads; every process calls it."""
         return dataset
 
-    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
+    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], part: str) -> Iterable[Batch] | None:
         examples: list[Any] = []
         self.world.from_main(lambda: examples.append(self._examples(dataset)), takes_long=True)
-        return super()._evaluated(self._completed(examples[0] if examples else None), generation, required)
+        return super()._evaluated(self._completed(examples[0] if examples else None), generation, part)
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:
         return super()._eval_batches(self._examples(dataset))

@@ -324,7 +324,8 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         value = getattr(self, name)
         settled = [known[name] for known in (self._settled, _SETTLED) if name in known]
         accepted = (default, *HARMLESS_ARGUMENTS.get(name, ()), *settled)
-        if value not in accepted and (default or value):
+        parts = [one for one in accepted if isinstance(one, dict) and isinstance(value, dict)]
+        if value not in accepted and not any(value.items() <= one.items() for one in parts) and (default or value):
             raise UserError(f"{name}={value!r} is not supported by a pipeline ({REFUSED[name]}); leave it out")
 
     # What the library derives from accelerate's state, which would start a process group of its own.

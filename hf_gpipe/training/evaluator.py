@@ -165,12 +165,12 @@ def check_metrics(args: PipelineTrainingArguments, compute_metrics: Callable[...
         )
 
 
-def check_evaluations(trainer: TrainerInterface, *, is_overridden: bool) -> None:
+def check_evaluations(trainer: TrainerInterface, *, has_own_rows: bool) -> None:
     """Raise UserError where the training would evaluate without a dataset, or choose its best model by nothing.
 
     Args:
         trainer: the trainer, before its training.
-        is_overridden: whether `evaluate` is a subclass's, which may have a dataset of its own.
+        has_own_rows: whether a subclass evaluates in its own way, and may need no dataset.
     """
     args, world = trainer.args, trainer.world
     if args.metric_for_best_model is None and (args.save_strategy == "best" or args.load_best_model_at_end):
@@ -180,7 +180,7 @@ def check_evaluations(trainer: TrainerInterface, *, is_overridden: bool) -> None
         logger.warning(
             "save_strategy='best' saves after evaluations, and eval_strategy='no' asks for none; give eval_strategy"
         )
-    if args.eval_strategy == "no" or is_overridden:
+    if args.eval_strategy == "no" or has_own_rows:
         return
     if not world.from_main(lambda: trainer.eval_dataset is not None):
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))

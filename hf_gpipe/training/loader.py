@@ -220,7 +220,7 @@ class MiniBatches:
         rows, done = iter(self.dataset), number * (self.size.known_rows or 0)
         length = None if self.count() is None else len(self.dataset)
         while True:
-            _seed_generators(mix(self.seed, epoch, number))
+            seed_generators(mix(self.seed, epoch, number))
             done += len(pool := pools.read(rows))
             batches = self._without_rest(pools.cut(pool, epoch, number))
             if length is not None and (done > length or (not batches and done < length)):
@@ -234,7 +234,7 @@ class MiniBatches:
             positions.pool_ends(number + len(batches))
             for index, batch in enumerate(batches, start=number):
                 if index > number:
-                    _seed_generators(mix(self.seed, epoch, index))
+                    seed_generators(mix(self.seed, epoch, index))
                 if index >= start:
                     yield self._collated(batch)
             number += len(batches)
@@ -261,13 +261,7 @@ class MiniBatches:
             rows = [
                 {k: v for k, v in row.items() if k in self.columns} if isinstance(row, Mapping) else row for row in rows
             ]
-        batch = self.collate(rows)
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                f"the data collator returned a {type(batch).__name__}; a mini-batch is a dict of tensors, such as "
-                f"{{{IDS!r}: ..., 'labels': ...}}: let it return that"
-            )
-        return dict(batch)
+        return checked_batch(self.collate(rows), "data collator")
 
 
 class _Loaded(Dataset[Batch]):
@@ -279,13 +273,23 @@ class _Loaded(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         source = self._source
-        _seed_generators(mix(source.seed, self._epoch, number))
+        seed_generators(mix(source.seed, self._epoch, number))
         indices = list(self._batches[number])
         many = getattr(source.dataset, "__getitems__", None)
         return source._collated(many(indices) if many else [source.dataset[index] for index in indices])
 
 
-def _seed_generators(seed: int) -> None:
+def checked_batch(batch: Any, source: str) -> Batch:
+    """A mini-batch as a dict. Raises DataError, which names its source, where it is none."""
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the {source} returned a {type(batch).__name__}; a mini-batch is a dict of tensors, such as "
+            f"{{{IDS!r}: ..., 'labels': ...}}: let it return that"
+        )
+    return dict(batch)
+
+
+def seed_generators(seed: int) -> None:
     """Seed the generators that transforms and collators draw from."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -26,6 +26,7 @@ from hf_gpipe.training.evaluator import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.optim import prepare_optimizer, takes_metric
+from hf_gpipe.training.own_loader import OwnLoader
 from hf_gpipe.training.steps import TrainingLength, data_facts
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
 from hf_gpipe.training.trainer_interface import TrainerInterface
@@ -54,7 +55,7 @@ class TrainingLoop:
     def __init__(
         self,
         trainer: TrainerInterface,
-        batches: MiniBatches | None,
+        batches: MiniBatches | OwnLoader | None,
         asked: Any,
         start_time: float,
         *,

@@ -6,6 +6,8 @@ scripts/trainer_tables.py has the other fields.
 
 from __future__ import annotations
 
+from hf_gpipe.libraries.transformers_trainer import AcceleratorConfig
+
 _FULL_EVAL = "evaluation computes in the precision of training: use bf16 or fp16, or a model in bfloat16"
 _BLOCKS = "recompute='block' checkpoints each block in the one way there is, without reentrance"
 _REPLICAS = "the pipeline itself sums the gradients of replicas; DistributedDataParallel is not used"
@@ -24,7 +26,7 @@ REFUSED = {
     "auto_find_batch_size": "a stage that ran out of memory cannot tell the others; raise num_micro_batches instead",
     "eval_use_gather_object": "predictions are tensors",
     "save_on_each_node": "each process writes its own stages into one directory, which all machines must share",
-    "accelerator_config": "no Accelerator is used",
+    "accelerator_config": "no Accelerator divides mini-batches or loads data",
     "parallelism_config": _OTHER_ENGINE,
     "label_names": "the labels of a mini-batch are its entry 'labels'",
     "ddp_find_unused_parameters": _REPLICAS,
@@ -92,10 +94,12 @@ MISSING_ARGUMENTS = {
     "activation_offloading": "recompute='host' does it; leave it out",
 }
 
-#: Values of these arguments that ask for what a pipeline does anyway.
+#: Values of these arguments that ask for what a pipeline does anyway; of a dict, a part of its entries may be given.
 HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
-    "activation_checkpointing_kwargs": ({"use_reentrant": False},),
-    "gradient_checkpointing_kwargs": ({"use_reentrant": False},),
+    "accelerator_config": (AcceleratorConfig(), AcceleratorConfig().to_dict()),
+    # Without reentrance the gradients are the same.
+    "activation_checkpointing_kwargs": ({"use_reentrant": False}, {"use_reentrant": True}),
+    "gradient_checkpointing_kwargs": ({"use_reentrant": False}, {"use_reentrant": True}),
     "label_names": (["labels"],),
     "liger_kernel_config": ({"fused_linear_cross_entropy": True},),
 }

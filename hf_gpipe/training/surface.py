@@ -16,19 +16,19 @@ from hf_gpipe.errors import MissingAttributeError, UserError
 _PAGE = "docs/reference/trainer.md says what to use instead"
 #: Methods that the trainer has, and that may not be overridden since it would not call them.
 FIXED = (
-    *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples", "is_local_process_zero"),
+    *("num_examples", "is_local_process_zero"),
     *("get_num_trainable_parameters", "get_total_train_batch_size", "is_world_process_zero"),
 )
 #: Attributes that the trainer has, and that may not be set.
 READ_ONLY = (
     *("model", "model_wrapped", "compute_loss_func", "hub_model_id", "is_in_train", "label_names", "deepspeed"),
     *("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled"),
-    "is_fsdp_xla_v2_enabled",
+    *("is_fsdp_xla_v2_enabled", "accelerator"),
 )
 #: Attributes that Trainer sets on itself, so that its class does not have them, and that the trainer lacks.
 LACKING = (
     *("label_smoother", "model_accepts_loss_kwargs", "can_return_loss", "loss_is_scaled_for_ga", "gather_function"),
-    *("compute_loss_context_manager", "current_gradient_accumulation_steps", "current_flos", "accelerator"),
+    *("compute_loss_context_manager", "current_gradient_accumulation_steps", "current_flos"),
     *("place_model_on_device", "is_model_parallel", "neftune_noise_alpha", "neftune_hook_handle", "push_in_progress"),
     *("is_distributed_loading_by_transformers", "hp_name", "hp_search_backend", "hp_space", "compute_objective"),
     *("objective", "model_preparation_time"),

@@ -56,7 +56,9 @@ from hf_gpipe.training.loader import Batch, Collate, MiniBatches
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizers, make_optimizer, make_scheduler
+from hf_gpipe.training.own_loader import OwnLoader, batches_of_loader
 from hf_gpipe.training.predicting import Preprocess
+from hf_gpipe.training.steps import data_seed
 from hf_gpipe.training.surface import Surface
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -266,7 +268,8 @@ class PipelineTrainer(TrainerInterface):
     def _loop(self, asked: Any, **options: Any) -> TrainingLoop:
         """Make the loop, with everything ready for the first step; the arguments are those of `TrainingLoop`."""
         start_time = time.time()
-        check_evaluations(self, is_overridden=type(self).evaluate is not PipelineTrainer.evaluate)
+        has_own_rows = type(self).evaluate is not PipelineTrainer.evaluate or self._overrides("get_eval_dataloader")
+        check_evaluations(self, has_own_rows=has_own_rows)
         self._init_model_anew()
         align_special_tokens(self.pipe, self.processing_class)
         if self._makes_scheduler:
@@ -326,7 +329,7 @@ class PipelineTrainer(TrainerInterface):
         return {name: given[name] if isinstance(given, Mapping) else None for name in names}
 
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
-        batches = self._evaluated(dataset, generation, "evaluation requires an eval_dataset")
+        batches = self._evaluated(dataset, generation, "eval")
         with self.job.during("evaluating"):
             metrics = Evaluator(self, prefix, generation).evaluate(batches)
         self.log(metrics)
@@ -357,22 +360,24 @@ class PipelineTrainer(TrainerInterface):
             With `eval_do_concat_batches=False` they are lists with an entry for each mini-batch.
         """
         self._check_surface()
-        batches = self._evaluated(test_dataset, generation, "prediction requires a test_dataset")
+        batches = self._evaluated(test_dataset, generation, "test")
         with self.job.during("evaluating"):
             prediction = Evaluator(self, metric_key_prefix, generation).predict(batches)
         self.fire("on_predict", metrics=prediction.metrics)
         return prediction
 
-    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
-        """The mini-batches of a dataset; None in processes that do not read data.
+    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], part: str) -> Iterable[Batch] | None:
+        """The mini-batches of a dataset, by `get_eval_dataloader` or `get_test_dataloader`, as `part` says.
 
-        Raises UserError where no process has a dataset, or where options of generation are not used.
+        None in processes that do not read data. Raises UserError where no process has a dataset, or where options of
+        generation are not used.
         """
-        if not self.world.from_main(lambda: dataset is not None):
-            raise UserError(required)
+        method = f"get_{part}_dataloader"
+        if not self._overrides(method) and not self.world.from_main(lambda: dataset is not None):
+            raise UserError(_REQUIRED[part])
         if generation and not self.args.predict_with_generate:
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
-        batches = None if dataset is None else self._eval_batches(dataset)
+        batches = self._loaded(method, dataset)
         self.callback_handler.eval_dataloader = batches
         return None if batches is None else batches.epoch(0)
 
@@ -385,9 +390,12 @@ class PipelineTrainer(TrainerInterface):
     def get_train_dataloader(self) -> MiniBatches:
         """The mini-batches of the training. Iterating over them gives the first epoch.
 
+        A subclass may return a loader of its own, such as a torch DataLoader: each of its items is a mini-batch of all
+        rows. The main process alone calls it.
+
         Raises UserError in a process that has no training dataset.
         """
-        args, dataset = self.args, given(self.train_dataset, "training requires a train_dataset")
+        args, dataset = self.args, given(self.train_dataset, _REQUIRED["train"])
         return replace(
             batches_of(self, dataset, args.size, args.train_sampling_strategy),
             drop_last=args.dataloader_drop_last,
@@ -402,17 +410,28 @@ class PipelineTrainer(TrainerInterface):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        return self._eval_batches(given(dataset, "evaluation requires an eval_dataset"))
+        return self._eval_batches(given(dataset, _REQUIRED["eval"]))
 
     def get_test_dataloader(self, test_dataset: Any) -> MiniBatches:
         """The mini-batches of a prediction."""
-        return self._eval_batches(given(test_dataset, "prediction requires a test_dataset"))
+        return self._eval_batches(given(test_dataset, _REQUIRED["test"]))
 
-    def train_batches(self) -> MiniBatches | None:
-        """The mini-batches of the training dataset; None in processes that do not read data."""
-        if not self.world.from_main(lambda: self.train_dataset is not None):
-            raise UserError("training requires a train_dataset")
-        return self.get_train_dataloader() if self.world.is_main else None
+    def train_batches(self) -> MiniBatches | OwnLoader | None:
+        """The mini-batches of the training; None in processes that do not read data."""
+        method = "get_train_dataloader"
+        if not self._overrides(method) and not self.world.from_main(lambda: self.train_dataset is not None):
+            raise UserError(_REQUIRED["train"])
+        return self._loaded(method)
+
+    def _overrides(self, method: str) -> bool:
+        """Whether a method is a subclass's."""
+        return getattr(getattr(self, method), "__func__", None) is not getattr(PipelineTrainer, method)
+
+    def _loaded(self, method: str, *dataset: Any) -> MiniBatches | OwnLoader | None:
+        """The mini-batches of a loader that the main process makes; None in the other processes. All call it."""
+        loaders: list[Any] = []
+        self.world.from_main(lambda: loaders.append(getattr(self, method)(*dataset)), takes_long=True)
+        return batches_of_loader(loaders[0], method, data_seed(self.args)) if loaders else None
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:
         return batches_of(self, dataset, BatchSize(self.args.per_device_eval_batch_size))
@@ -450,6 +469,13 @@ class PipelineTrainer(TrainerInterface):
             self.lr_scheduler = make_scheduler(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
+
+#: What is said where a method has no dataset to read.
+_REQUIRED = {
+    "train": "training requires a train_dataset",
+    "eval": "evaluation requires an eval_dataset",
+    "test": "prediction requires a test_dataset",
+}
 
 #: The attributes of the class before anybody changes them.
 PipelineTrainer._surface = Surface(PipelineTrainer)

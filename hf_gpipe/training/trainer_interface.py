@@ -32,6 +32,7 @@ from hf_gpipe.libraries.transformers_trainer import (
 from hf_gpipe.losses.loss import Reads
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.mesh import Mesh
+from hf_gpipe.training.accelerator_view import AcceleratorView
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import name_of_callback
 from hf_gpipe.training.hub import HubUploads
@@ -117,6 +118,13 @@ class TrainerInterface:
     def model_wrapped(self) -> PreTrainedModel:
         """The model, since nothing is wrapped around it."""
         return self.pipe.model
+
+    @property
+    def accelerator(self) -> AcceleratorView:
+        """The processes, in the words of accelerate."""
+        args = self.args
+        precision = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[args.autocast]
+        return AcceleratorView(self.world, args.local_process_index, precision, args.gradient_accumulation_steps)
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:

@@ -17,6 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers_trainer import AcceleratorConfig
 from hf_gpipe.training import arguments as arguments_module
 from hf_gpipe.training.supported import REFUSED
 from scripts.trainer_tables import IRRELEVANT, SUPPORTED
@@ -37,8 +38,8 @@ OTHER_VALUES: dict[str, Any] = {
     "optim_target_modules": ["q_proj"],
     "torch_compile_mode": "default",
     "liger_kernel_config": {"rope": True},
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    "activation_checkpointing_kwargs": {"use_reentrant": True},
+    "gradient_checkpointing_kwargs": {"determinism_check": "none"},
+    "activation_checkpointing_kwargs": {"determinism_check": "none"},
     "ddp_backend": "mpi",
     "ddp_bucket_cap_mb": 25,
 }
@@ -170,11 +171,18 @@ def test_arguments_are_copied(tmp_path: Path) -> None:
 
 
 def test_recomputation_of_blocks_may_be_asked_for_as_in_the_library(tmp_path: Path) -> None:
-    kwargs = {"use_reentrant": False}
-    args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs, recompute="block")
-    args.check()
+    for is_reentrant in (False, True):
+        kwargs = {"use_reentrant": is_reentrant}
+        args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs, recompute="block")
+        args.check()
     with pytest.raises(UserError, match="checkpointing_kwargs="):
-        arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+        arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"preserve_rng_state": False})
+
+
+def test_settings_of_accelerate_that_are_its_defaults_change_nothing(tmp_path: Path) -> None:
+    """A script that wrote a default of accelerate's down was refused."""
+    for value in ({}, {"split_batches": False}, AcceleratorConfig(), AcceleratorConfig().to_dict()):
+        arguments(tmp_path, accelerator_config=value).check()
 
 
 def test_no_process_group_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,9 @@ def test_what_the_tables_promise_is_here_and_nothing_else(tmp_path: Path) -> Non
     assert [name for name in sorted(HERE) if not hasattr(one, name)] == []
     own = set(vars(PipelineTrainer)) | {name for cls in PipelineTrainer.__mro__ for name in vars(cls)}
     assert [name for name in sorted(LACKING) if name not in own and hasattr(one, name)] == []
-    assert getattr(one, "accelerator", None) is None
-    with pytest.raises(AttributeError, match=r"has no accelerator; docs/reference/trainer\.md says") as caught:
-        one.accelerator  # noqa: B018
+    assert getattr(one, "label_smoother", None) is None
+    with pytest.raises(AttributeError, match=r"has no label_smoother; docs/reference/trainer\.md says") as caught:
+        one.label_smoother  # noqa: B018
     assert isinstance(caught.value, MissingAttributeError)
     assert isinstance(caught.value, UserError)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
