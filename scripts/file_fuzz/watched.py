@@ -24,8 +24,8 @@ _SPARE_BYTES = 3 * 10**9
 
 _WRITES = {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 _RUNS = {"os.system", "os.exec", "os.posix_spawn", "pty.spawn", "socket.connect", "pickle.find_class"}
-#: What the product itself starts, and what libraries open.
-_OWN_PROGRAMS = ("train_sentencepiece.py",)
+#: What the product itself and its libraries start (matplotlib asks for the machine's fonts), and what libraries open.
+_OWN_PROGRAMS = ("train_sentencepiece.py", "fc-list")
 _ANYBODYS = ("/dev/", "/proc/")
 
 
