@@ -245,6 +245,13 @@ def test_places_of_layers_may_count_from_the_end() -> None:
     check_sizes({"vision_feature_layers": [-2, -5, -8, -11, 6]})
 
 
+@pytest.mark.parametrize("token", [{}, {"id": 1}, 1.5, "2", [1, None, "x"]])
+def test_a_token_s_number_is_a_whole_number(token: object) -> None:
+    """An object in its place was taken for a configuration, and ended the generation after the training."""
+    with pytest.raises(UserError, match=r"generation_config\.json: forced_eos_token_id is .* expected a whole number"):
+        check_sizes({"forced_eos_token_id": token}, "generation_config.json: ")
+
+
 def test_routers_whose_logits_transformers_loses() -> None:
     """Granitemoe's of transformers 5.17, whose auxiliary loss is then 0; they ended in a TypeError."""
     calls: Any = SimpleNamespace(result=SimpleNamespace(aux_loss=0.0, router_logits=None), tensors={})

@@ -57,7 +57,7 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
     """
     for name, value in fields.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not str(name).endswith("_token_id"):
             check_sizes(value, f"{key}.")
             continue
         if str(name).endswith("_token_id") and value in ([], ()):

@@ -186,7 +186,10 @@ def load_state(
             for name, value in content.scheduler.items():
                 if name not in current:  # its own loading takes any name
                     raise ValueError(f"the scheduler has no {name!r}")
-                _check_like(current[name], value, f"{file} is damaged: scheduler.{name}")
+                _check_like(current[name], value, what := f"{file} is damaged: scheduler.{name}")
+                if name in _OF_GROUPS and len(value) != len(optimizer.param_groups):
+                    groups = len(optimizer.param_groups)
+                    raise CheckpointError(f"{what} has {len(value)} entries, expected {groups}, one for each group")
             scheduler.load_state_dict(content.scheduler)
     except CheckpointError:
         raise
@@ -195,6 +198,10 @@ def load_state(
             f"{file} does not fit the optimizer and its scheduler: {error!r}; resume with "
             "those that were saved, or from another checkpoint"
         ) from error
+
+
+#: What a scheduler has for each of the optimizer's groups of parameters.
+_OF_GROUPS = ("base_lrs", "_last_lr")
 
 
 def _check_like(current: Any, saved: Any, what: str) -> None:

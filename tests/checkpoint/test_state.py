@@ -461,6 +461,10 @@ def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None
         (lambda state: state | {"scheduler": {"step": 1}}, "has no 'step'"),
         (lambda state: state | {"scheduler": {"lr_lambdas": 1}}, r"scheduler.lr_lambdas is 1 .*, expected a list"),
         (lambda state: state | {"scheduler": {"base_lrs": ["1"]}}, r"scheduler.base_lrs\[0\] is '1'"),
+        (
+            lambda state: state | {"scheduler": {"base_lrs": [1.0] * 9}},
+            r"scheduler\.base_lrs has 9 entries, expected 2, one",
+        ),
         (lambda state: with_group(state, lr="fast"), r"optimizer.groups\[0\].lr is 'fast' .*, expected a number"),
         (lambda state: with_group(state, lr=math.nan), r"optimizer.groups\[0\].lr is nan"),
         (
