@@ -115,6 +115,7 @@ def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
             adapter.peft.inject(expected)
         check_as_configured(model, expected)
         take_attributes(adapter.reference, model)
+        adapter.reference.model_tags = copy.copy(model.model_tags)
         adapter.patches = find_patches(model, expected, layers)
         if any(patch.layer == adapter.layers[-1].name for patch in adapter.patches):
             adapter.projection = FoundProjection((), "a function of its head was replaced")

@@ -61,6 +61,15 @@ class _Whole:
         self._weights.adapter.reference.generation_config = config
 
     @property
+    def model_tags(self) -> list[str] | None:
+        """The tags of the model's card, which `add_model_tags` adds to; those of a model in memory stay."""
+        return getattr(self._weights.adapter.reference, "model_tags", None)
+
+    @model_tags.setter
+    def model_tags(self, tags: list[str] | None) -> None:
+        self._weights.adapter.reference.model_tags = tags
+
+    @property
     def device(self) -> torch.device:
         """The device of this process's first stage."""
         return next(iter(self._weights.models.values())).device
@@ -93,7 +102,7 @@ class _Whole:
         cls = type(self).__bases__[1]
         plain: Any = object.__new__(cls)
         plain.__dict__.update({name: value for name, value in vars(self).items() if name not in _OWN_STATE})
-        plain.__dict__["generation_config"] = self.generation_config
+        plain.__dict__.update(generation_config=self.generation_config, model_tags=self.model_tags)
         copied: PreTrainedModel = copy.deepcopy(plain, memo)
         return copied
 
@@ -137,7 +146,8 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
     base = _Whole if adapter.peft is None else _Adapted
-    model.__dict__.pop("generation_config", None)
+    for name in ("generation_config", "model_tags"):
+        model.__dict__.pop(name, None)
     model.__dict__.update(
         _weights=weights,
         _calls=calls,

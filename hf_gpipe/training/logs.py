@@ -9,11 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import transformers
+
 from hf_gpipe.libraries.transformers_trainer import speed_metrics
 from hf_gpipe.schedule import Schedule, staleness
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.meter import Meter
+from hf_gpipe.training.steps import TrainingLength
 from hf_gpipe.training.trainer_interface import TrainerInterface
+
+#: The library's own logger, whose level the argument `log_level` sets.
+logger = transformers.logging.get_logger()
 
 
 class Logs:
@@ -36,6 +42,23 @@ class Logs:
         self._num_rows = 0
         #: The updates by which each stage's gradients of micro-batches were late, since the last log.
         self._staleness: list[list[int]] = []
+
+    def announce(self, length: TrainingLength) -> None:
+        """Tell the size of the training as Trainer does; it is shown with `log_level="info"`."""
+        args, state, adapter = self._args, self._trainer.state, self._trainer.pipe.adapter
+        logger.info("***** Running training *****")
+        for name, value in {
+            "Num epochs": length.num_epochs,
+            "Mini-batches per epoch": length.mini_batches_per_epoch,
+            "Rows of a step": args.size.rows_of_step,
+            "Gradient accumulation steps": length.accumulation,
+            "Total optimization steps": length.max_steps,
+            "Number of trainable parameters": self._trainer.get_num_trainable_parameters(),
+            "Number of parameters": adapter.num_parameters(),
+            "Resuming from step": state.global_step or None,
+        }.items():
+            if value is not None:
+                logger.info(f"  {name} = {value:,}")
 
     def add_window(self, table: Schedule) -> None:
         """Note the table of a window that has run under an asynchronous schedule."""

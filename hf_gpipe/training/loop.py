@@ -92,6 +92,7 @@ class TrainingLoop:
         trainer.num_tokens_before = state.num_input_tokens_seen
         self._pipe.zero_grad()
         self._logs = Logs(trainer, start_time)
+        self._logs.announce(self._length)
         self._first_step = state.global_step
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         self._updates = Updates(trainer, self._logs)

@@ -18,18 +18,19 @@ CARD = "README.md"
 
 
 def write_card(trainer: Any, directory: Path, kept: dict[str, Any]) -> None:
-    """Write the card of a trainer's model, with the tags of an existing card.
+    """Write the card of a trainer's model, with its own tags; given tags are added to those of an existing card.
 
     `kept` is the arguments of `TrainingSummary.from_trainer`.
     """
     pipe, path = trainer.pipe, directory / CARD
     base = pipe.adapter.config.name_or_path
-    if path.exists():
-        before = ModelCard.load(path, ignore_metadata_errors=True).data.tags
-        tags = kept.get("tags")
-        if before and tags is not None:
-            tags = [tags] if isinstance(tags, str) else list(tags)
-            kept["tags"] = [*tags, *(tag for tag in before if tag not in tags)]
+    tags = kept.get("tags")
+    more = list(getattr(pipe.model, "model_tags", None) or [])
+    if tags is not None and path.exists():
+        more += ModelCard.load(path, ignore_metadata_errors=True).data.tags or []
+    if more:
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        kept["tags"] = list(dict.fromkeys([*tags, *more]))
     summary: Any = TrainingSummary.from_trainer(trainer, **kept)
     summary.finetuned_from = summary.finetuned_from or (None if os.path.isdir(base) else base) or None
     # Trainer counts every process as a replica, which a stage is not.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from transformers import LlamaForCausalLM, Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
@@ -278,6 +280,30 @@ def test_a_model_card_is_drafted(tmp_path: Path) -> None:
     assert "num_stages: 2" in first
     one.create_model_card(tags=["other"])
     assert "- mine" in (tmp_path / "README.md").read_text()
+
+
+def test_the_tags_of_a_model_are_on_its_card(tmp_path: Path) -> None:
+    """TRL and scripts tag the model, and its card had no such tag."""
+    model = LlamaForCausalLM(tiny_config("llama"))
+    model.add_model_tags("given")
+    one = PipelineTrainer(model, arguments(tmp_path), train_dataset=CausalRows(4))
+    one.model.add_model_tags(["added", "given"])
+    assert one.model.model_tags == copy.deepcopy(one.model).model_tags == ["given", "added"]
+    one.create_model_card(tags="mine")
+    assert ModelCard.load(tmp_path / "README.md").data.tags == ["mine", "given", "added", "generated_from_trainer"]
+    one.save_model(str(tmp_path / "model"))
+    assert ModelCard.load(tmp_path / "model/README.md").data.tags == ["given", "added", "generated_from_trainer"]
+
+
+def test_the_size_of_a_training_is_logged_as_trainer_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With log_level="info" nothing was said of the training."""
+    one = made(tmp_path, log_level="info")
+    try:
+        one.train()
+    finally:
+        transformers.logging.set_verbosity_warning()
+    for words in ("Running training", "Total optimization steps = 6", "Rows of a step = 4"):
+        assert words in caplog.text
 
 
 def test_a_saved_model_has_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
