@@ -214,7 +214,7 @@ class PipelineDPOTrainer(ReferenceTrainer):
         data_collator: makes a mini-batch of rows; None: `PreferenceCollator`.
         train_dataset: map-style: rows that `PreferenceExamples` accepts, or its examples.
         eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
+        processing_class: the tokenizer; None: the tokenizer of the Hub id or directory that the model comes from.
         compute_metrics, callbacks, optimizers: as for `PipelineTrainer`.
         quantization_config, peft_config: as for `Pipeline`.
 

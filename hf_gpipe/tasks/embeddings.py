@@ -26,7 +26,6 @@ from hf_gpipe.data.collate import PairCollator, tokens_of
 from hf_gpipe.data.encoded import EncodedRows
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.rows import Read, ReadRow
-from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport
 from hf_gpipe.from_recipe.tasks import Task
@@ -339,8 +338,8 @@ class PipelineEmbeddingTrainer(TaskTrainer):
         if args.max_length == AUTO:
             args.max_length = self._files.max_length or _MAX_LENGTH
         if self._files.lowers_case:
-            if self.processing_class is None and isinstance(model, str):
-                self.processing_class = read_tokenizer(model)
+            if self.processing_class is None:
+                self.processing_class = self._tokenizer_beside(model)
             if self._tokenizer is not None:
                 lower_case(self._tokenizer)
         super()._prepare_data(model)

@@ -27,11 +27,9 @@ from hf_gpipe.data.chat_examples import ChatExamples, SFTCollator, SFTExamples
 from hf_gpipe.data.chats import conversation_of
 from hf_gpipe.data.packed_rows import STRATEGIES
 from hf_gpipe.data.rows import Read
-from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError, check_choice
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, evaluate_text
 from hf_gpipe.from_recipe.tasks import Task
-from hf_gpipe.libraries.transformers import source_of
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.losses.token_metrics import TokenMetrics, means
 from hf_gpipe.model.spec import ModelSpec
@@ -255,7 +253,7 @@ class PipelineSFTTrainer(TaskTrainer):
 
     def _prepare_data(self, model: Any) -> None:
         if self.processing_class is None:
-            self.processing_class = _tokenizer_of(model, self.args)
+            self.processing_class = self._tokenizer_beside(model)
         if self._tokenizer is not None:
             _set_up(self._tokenizer, self.args)
         self._is_completion_only = bool(self.args.completion_only_loss)
@@ -352,15 +350,6 @@ def _check_labels(dataset: Any) -> None:
 
 def _first_row(dataset: Any) -> dict[str, Any]:
     return dict(dataset[0]) if has_index(dataset) and len(dataset) else {}
-
-
-def _tokenizer_of(model: Any, args: PipelineSFTConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a Hub id or directory, or of the one that a model in memory was loaded from."""
-    if not isinstance(model, str | os.PathLike):
-        model = source_of(model)
-    if not model:
-        return None
-    return read_tokenizer(model, trust_remote_code=args.trust_remote_code)
 
 
 def _set_up(tokenizer: PreTrainedTokenizerBase, args: PipelineSFTConfig) -> None:

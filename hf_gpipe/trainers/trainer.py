@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,8 +16,9 @@ from hf_gpipe.adapters.classifiers import change
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.collate import ExampleCollator, PairCollator
-from hf_gpipe.data.tokenizer import read_tokenizer
+from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.libraries.transformers import source_of
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -120,9 +122,8 @@ class TaskTrainer(PipelineTrainer):
     # ------------------------------------------------------------------ the data
 
     def _prepare_data(self, model: Any) -> None:
-        if self.processing_class is None and isinstance(model, str):
-            trusts = getattr(self.args, "trust_remote_code", False)
-            self.processing_class = read_tokenizer(model, trust_remote_code=trusts)
+        if self.processing_class is None:
+            self.processing_class = self._tokenizer_beside(model)
         datasets: dict[str, Any] = {}
 
         def prepare() -> None:
@@ -133,6 +134,14 @@ class TaskTrainer(PipelineTrainer):
 
         self.world.from_main(prepare, takes_long=True)
         self.train_dataset, self.eval_dataset = datasets.get("train"), datasets.get("eval")
+
+    def _tokenizer_beside(self, model: Any) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the Hub id or directory that is the model, or that it was read from; None: there is none."""
+        is_path = isinstance(model, str | os.PathLike)
+        source = model if is_path else source_of(model.adapter if isinstance(model, Pipeline) else model)
+        if not source or (not is_path and os.path.isdir(source) and not has_tokenizer(source)):
+            return None
+        return read_tokenizer(source, trust_remote_code=getattr(self.args, "trust_remote_code", False))
 
     def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
         """The examples of a dataset to train or to evaluate on, which may be examples already; None for None."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline, PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.adapters.peft import without_adapters
@@ -424,6 +424,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
         PipelineDPOTrainer(Pipeline(config(), 2, 1), args=args, train_dataset=rows(), processing_class=tokenizer())
     with pytest.raises(DataError, match="a map-style dataset"):
         PipelineDPOTrainer(config(), args=args, train_dataset=iter(rows()), processing_class=tokenizer())
+
+
+def test_a_model_in_memory_brings_the_tokenizer_of_its_directory(tmp_path: Path) -> None:
+    """A model that was loaded in the script needed its tokenizer as processing_class, which TRL finds itself."""
+    plain_model(config(), dtype=torch.float32).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    one = PipelineDPOTrainer(model, args=arguments(tmp_path / "out"), train_dataset=rows())
+    given = PipelineDPOTrainer(
+        str(tmp_path / "model"), args=arguments(tmp_path / "out"), train_dataset=rows(), processing_class=tokenizer()
+    )
+    assert one.processing_class.get_vocab() == tokenizer().get_vocab()
+    assert one.train_dataset[0] == given.train_dataset[0]
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="processing_class is None; give the tokenizer"):
+        PipelineDPOTrainer(model, args=arguments(tmp_path / "out"), train_dataset=rows())
 
 
 def test_what_is_left_to_the_planner_may_be_kept_from_an_earlier_run(

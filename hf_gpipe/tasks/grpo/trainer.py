@@ -46,7 +46,7 @@ class PipelineGRPOTrainer(TaskTrainer):
         args: the arguments; None: all defaults.
         train_dataset: map-style: rows that `PromptExamples` takes.
         eval_dataset: the same, or a dict of several by name, whose rewards `evaluate` gives.
-        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
+        processing_class: the tokenizer; None: the tokenizer of the Hub id or directory that the model comes from.
         reward_processing_classes: the tokenizers of reward models, one for each of `reward_funcs`; None: their own.
         callbacks, optimizers: as for `PipelineTrainer`.
         quantization_config, peft_config: as for `Pipeline`.
