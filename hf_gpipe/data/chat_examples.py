@@ -78,7 +78,7 @@ class ChatExamples(EncodedRows):
             ids, is_learnt = (np.asarray(row[IDS]), np.asarray(row["labels"]) != IGNORED_LABEL)
             if not is_learnt.all() and len(ids) != self._max_length:
                 ends += ends_of_turns(self._tokenizer, ids, is_learnt)
-        if ends and not any(ends):
+        if self._is_told and ends and not any(ends):
             logger.warning(
                 "no target of the first %s ends in a special token, so the model does not learn to stop; give a chat "
                 "template that writes the token which ends generation behind the assistant's text, within "

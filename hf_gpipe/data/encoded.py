@@ -17,6 +17,7 @@ from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.collate import ExampleCollator, PairCollator, row_columns
 from hf_gpipe.data.rows import Read, ReadRow
 from hf_gpipe.data.store import BATCH_ROWS, cached_table, fingerprint, in_blocks
+from hf_gpipe.data.stream import Block
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 from hf_gpipe.progress import progress
@@ -28,7 +29,8 @@ class EncodedRows(ABC):
     """A dataset of one dict of lists of token ids for each row that is kept.
 
     Args:
-        rows: those of a corpus, or plain ones, which `read` reads.
+        rows: those of a corpus, or plain ones, which `read` reads. The examples of a `Block` of a stream are in memory
+            alone, and there may be none.
         tokenizer: has a chat template, if the rows have messages.
         max_length: tokens to which a row is cut; None: it is not.
         options: JSON values on which the examples depend besides.
@@ -84,16 +86,21 @@ class EncodedRows(ABC):
         kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self.columns]
         schema = pyarrow.schema([*zip(self.columns, map(pyarrow.list_, kinds), strict=True)])
         self.num_truncated = self.num_dropped = 0
-        self._table, (self.num_truncated, self.num_dropped) = cached_table(
-            self._name, key, schema, self._batches(read, schema), lambda: (self.num_truncated, self.num_dropped)
-        )
+        batches = self._batches(read, schema)
+        if isinstance(rows, Block):
+            self._table = pyarrow.Table.from_batches(batches, schema)
+        else:
+            self._table, (self.num_truncated, self.num_dropped) = cached_table(
+                self._name, key, schema, batches, lambda: (self.num_truncated, self.num_dropped)
+            )
+        self._is_told = rows.is_first if isinstance(rows, Block) else True
         count, what, why = len(read), self._what, self._dropped
-        if self._dropped and not self._table.num_rows:
+        if self._dropped and not self._table.num_rows and not isinstance(rows, Block):
             raise DataError(
                 f"of {count} {what} none is left in {max_length} tokens: {self.num_dropped} were dropped because "
                 f"{why}; raise max_length, or give other rows"
             )
-        if self.num_truncated or self.num_dropped:
+        if self._is_told and (self.num_truncated or self.num_dropped):
             dropped = f", and {self.num_dropped} were dropped because {why}" if why else ""
             logger.warning("of %d %s, %d were cut to %s tokens%s", count, what, self.num_truncated, max_length, dropped)
 

@@ -218,7 +218,8 @@ class PipelineKTOTrainer(ReferenceTrainer):
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
         data_collator: makes a mini-batch of rows; None: `KTOCollator`.
-        train_dataset, eval_dataset: map-style: rows that `KTOExamples` accepts, or its examples.
+        train_dataset, eval_dataset: rows that `KTOExamples` accepts, or its examples; iterable as for
+            `PipelineDPOTrainer`.
         processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config: as for
             `PipelineDPOTrainer`.
 

@@ -27,7 +27,8 @@ from hf_gpipe.data.chat_examples import ChatExamples, SFTCollator, SFTExamples
 from hf_gpipe.data.chats import conversation_of
 from hf_gpipe.data.packed_rows import STRATEGIES
 from hf_gpipe.data.rows import Read
-from hf_gpipe.errors import DataError, UserError, check_choice
+from hf_gpipe.data.stream import Block, EncodedStream
+from hf_gpipe.errors import UserError, check_choice
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, evaluate_text
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.losses.loss import TokenLoss
@@ -165,8 +166,8 @@ class PipelineSFTTrainer(TaskTrainer):
         model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         args: the arguments; None: all defaults.
         data_collator: makes a mini-batch of rows with "input_ids" and "labels"; None: `SFTCollator`.
-        train_dataset: map-style: rows that `SFTExamples` accepts, or its examples. Rows with "image" or "images" are
-            those of `ImageTextExamples`.
+        train_dataset: rows that `SFTExamples` accepts, map-style or iterable, or its examples. Rows with "image" or
+            "images" are those of `ImageTextExamples`.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer, or the processor of a model of images and text. None: the model's own
             tokenizer, if the model is a Hub id or directory, or was loaded from there.
@@ -270,26 +271,28 @@ class PipelineSFTTrainer(TaskTrainer):
     def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
         args = self.args
         packing = args.packing if is_training or args.eval_packing is None else args.eval_packing
-        if is_training and args.completion_only_loss is None and dataset is not None:
+        if isinstance(dataset, SFTExamples | ImageTextExamples | EncodedStream | None):
+            return dataset
+        if is_training and args.completion_only_loss is None:
             self._is_completion_only = {"prompt", "completion"} <= _first_row(dataset).keys()
+        if not has_index(dataset) and not args.skips_preparation:
+            return self._streamed(dataset, is_training=is_training)
         if self._is_completion_only and self._formatting is not None:
             raise UserError(
                 "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
                 "formatting_func out"
             )
-        if dataset is None or isinstance(dataset, SFTExamples | ImageTextExamples):
-            return dataset
         if args.skips_preparation:
             if self.data_collator is None or isinstance(self.data_collator, SFTCollator):
                 _check_labels(dataset)
             return dataset
-        if not has_index(dataset):
-            raise DataError("rows are tokenised before the training, and a stream has no end; give a map-style dataset")
         if {"image", "images"} & _first_row(dataset).keys():
             return self._with_images(dataset, packing=packing)
         if self._tokenizer is None:
             raise UserError("processing_class is None; give the tokenizer, or a dataset of SFTExamples")
-        rows = (self._formatted(dataset[index]) for index in range(len(dataset)))
+        rows: Any = (self._formatted(dataset[index]) for index in range(len(dataset)))
+        if isinstance(dataset, Block):
+            rows = dataset.with_rows(rows)
         return SFTExamples(
             rows,
             self._tokenizer,
@@ -349,7 +352,9 @@ def _check_labels(dataset: Any) -> None:
 
 
 def _first_row(dataset: Any) -> dict[str, Any]:
-    return dict(dataset[0]) if has_index(dataset) and len(dataset) else {}
+    if has_index(dataset):
+        return dict(dataset[0]) if len(dataset) else {}
+    return dict(next(iter(dataset), {}))
 
 
 def _set_up(tokenizer: PreTrainedTokenizerBase, args: PipelineSFTConfig) -> None:

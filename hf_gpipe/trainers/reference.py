@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from hf_gpipe.data.stream import EncodedStream
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -78,16 +79,18 @@ class ReferenceTrainer(TaskTrainer):
         given, size = self._by_name(self.eval_dataset), args.per_device_eval_batch_size
         self.eval_dataset = each(given, lambda dataset: self._with_reference(reference, dataset, size))
 
-    def _has_columns(self, dataset: Any) -> bool:
-        """Whether a dataset has the reference's log-probabilities."""
-        return self._other_columns[0] in dataset[0]
+    def _lacks_columns(self, dataset: Any) -> bool:
+        """Whether a dataset has rows, without the reference's log-probabilities. Raises UserError for a stream."""
+        if isinstance(dataset, EncodedStream):
+            raise UserError(
+                "train_dataset is a stream, and the reference's log-probabilities are computed once, before the "
+                "training; train new adapters (peft_config), choose a loss without a reference, or give list(...) of it"
+            )
+        return dataset is not None and len(dataset) > 0 and self._other_columns[0] not in dataset[0]
 
     def _with_reference(self, reference: Pipeline, dataset: Any, batch_size: int) -> Any:
         """A dataset whose rows have the reference's log-probabilities; None in processes that do not read data."""
-        is_missing = self.world.from_main(
-            lambda: bool(dataset is not None and len(dataset) and not self._has_columns(dataset))
-        )
-        if not is_missing:
+        if not self.world.from_main(lambda: self._lacks_columns(dataset)):
             return dataset
         batches = None
         if self.world.is_main:
@@ -108,11 +111,8 @@ class ReferenceTrainer(TaskTrainer):
     def _completed(self, dataset: Any) -> Any:
         if not self._precomputes:
             return dataset
-        has_reference = self.world.from_main(
-            lambda: bool(dataset is None or not len(dataset) or self._has_columns(dataset))
-        )
         is_gone = self._has_other_reference or (self.state.global_step and not self.pipe.has_new_adapters)
-        if is_gone and not has_reference:
+        if is_gone and self.world.from_main(lambda: self._lacks_columns(dataset)):
             raise UserError("the reference is not in memory any more; give this dataset to the constructor")
         return self._with_reference(self.pipe, dataset, self.args.per_device_eval_batch_size)
 

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from hf_gpipe.adapters.classifiers import change
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.collate import ExampleCollator, PairCollator
+from hf_gpipe.data.stream import EncodedStream, encoded_stream
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.libraries.transformers import source_of
@@ -92,10 +94,15 @@ class TaskTrainer(PipelineTrainer):
         return model, self.args.model_options(model) if isinstance(self.args, ModelArguments) else {}
 
     def _example(self, spec: ModelSpec) -> Batch | Workload | None:
-        if self.train_dataset is None or not hasattr(self.train_dataset, "lengths"):
+        dataset = self.train_dataset
+        if hasattr(dataset, "lengths"):
+            longest = max(dataset.lengths)
+        elif (most := getattr(dataset, "longest", None)) is not None:
+            longest = most[0]
+        else:
             return None
         num_rows, num_tokens = self.args.of_example
-        longest = max(self.train_dataset.lengths) + num_tokens
+        longest += num_tokens
         return Workload(num_rows * self.args.per_device_train_batch_size, longest, longest)
 
     def _take_pipeline(self) -> None:
@@ -148,7 +155,7 @@ class TaskTrainer(PipelineTrainer):
         if dataset is None:
             return None
         if not has_index(dataset):
-            raise DataError("this trainer needs a map-style dataset; take a part of the stream, by list(...) say")
+            return self._streamed(dataset, is_training=is_training)
         kind = self.examples
         if isinstance(dataset, kind):
             return dataset
@@ -164,6 +171,21 @@ class TaskTrainer(PipelineTrainer):
         if self._tokenizer is None:
             raise UserError(f"processing_class is None; give the tokenizer, or a dataset of {kind.__name__}")
         return kind(dataset, self._tokenizer, max_length=self.args.max_length)
+
+    def _streamed(self, rows: Any, *, is_training: bool) -> Any:
+        """The examples of an iterable without an index: a stream to train on, and a dataset to evaluate on."""
+        if isinstance(rows, EncodedStream):
+            return rows
+        if not is_training:
+            return self._examples(list(rows))
+        if iter(rows) is rows:
+            raise DataError(
+                "train_dataset is an iterator, which can be read once; give a map-style or iterable dataset"
+            )
+        stream = encoded_stream(rows, partial(self._examples, is_training=True))
+        if isinstance(most := self.args.max_length, int):
+            stream.longest = most, most
+        return stream
 
     def _collator(self) -> Collate:
         """Makes mini-batches, where no collator was given."""

@@ -181,5 +181,5 @@ def test_a_stream_tells_once_that_rows_are_cut(tokenizer, caplog):
 
 
 def test_a_state_of_something_else_is_refused(tokenizer):
-    with pytest.raises(DataError, match="is not a state of a stream of pairs"):
+    with pytest.raises(DataError, match="is not a state of a stream of rows"):
         StreamedExamples(PairsWithoutAnEnd(), tokenizer, **LIMITS).load_state_dict({"number": 3})

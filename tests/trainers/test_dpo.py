@@ -422,7 +422,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         PipelineDPOTrainer(config(), args=args, train_dataset=rows())
     with pytest.raises(UserError, match=r"has the loss TokenLoss\(.*the arguments ask for PreferenceLoss\("):
         PipelineDPOTrainer(Pipeline(config(), 2, 1), args=args, train_dataset=rows(), processing_class=tokenizer())
-    with pytest.raises(DataError, match="a map-style dataset"):
+    with pytest.raises(DataError, match="an iterator, which can be read once"):
         PipelineDPOTrainer(config(), args=args, train_dataset=iter(rows()), processing_class=tokenizer())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cached_property, partial
-from itertools import islice, repeat
+from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.store import cached_table, fingerprint
+from hf_gpipe.data.stream import ResumableStream
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 from hf_gpipe.progress import progress
@@ -269,12 +270,8 @@ def _lengths(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
     return pyarrow.compute.list_value_length(column)
 
 
-class StreamedExamples:
+class StreamedExamples(ResumableStream):
     """The examples of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
-
-    Every iteration begins where the stream stood when this object was made, the one after `load_state_dict` where that
-    state was taken. Pairs are tokenized a block at a time, and the state is the stream's at the start of a block with
-    the number of examples that have been given out of it, so that going on is exact whatever was read ahead.
 
     Raises DataError as TokenizedPairs does, once the first row is asked for.
     """
@@ -289,7 +286,6 @@ class StreamedExamples:
         decoder_only: bool = False,
         language_codes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._stream = stream
         source, target = max_source_tokens, max_target_tokens
         #: The most ids and labels that a row can have, for the planner.
         self.longest = (source + target, source + target) if decoder_only else (source, target)
@@ -301,36 +297,8 @@ class StreamedExamples:
             decoder_only=decoder_only,
             language_codes=language_codes,
         )
-        self._begin: dict[str, Any] = {"stream": stream.state_dict(), "rows": 0}
-        self._loaded: dict[str, Any] | None = None
-        self._block, self._num_given = self._begin["stream"], 0
         self._has_told = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the next example of the last iteration, as JSON values."""
-        if self._loaded is not None:
-            return self._loaded
-        return {"stream": self._block, "rows": self._num_given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at a state. Raises DataError if the state is not one of a stream of pairs."""
-        if not isinstance(state, dict) or state.keys() != self._begin.keys():
-            raise DataError("the state to resume from is not a state of a stream of pairs; resume with the same data")
-        self._loaded = state
-
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        begin, self._loaded = self._loaded or self._begin, None
-        self._stream.load_state_dict(begin["stream"])
-        self._block, self._num_given = begin["stream"], begin["rows"]
-        pairs = iter(self._stream)
-        while block := list(islice(pairs, _PAIRS_AT_ONCE)):
-            rows = self._tokenized(block)
-            following = self._stream.state_dict()
-            for number in range(self._num_given, len(rows)):
-                # Before the row is given out: what is asked then is where the next one stands.
-                is_last = number + 1 == len(rows)
-                self._block, self._num_given = (following, 0) if is_last else (self._block, number + 1)
-                yield rows[number]
+        super().__init__(stream, self._tokenized, _PAIRS_AT_ONCE)
 
     def _tokenized(self, pairs: Sequence[Pair]) -> TokenizedPairs:
         rows = self._tokenize(pairs, warns=not self._has_told)
