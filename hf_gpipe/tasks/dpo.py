@@ -212,8 +212,8 @@ class PipelineDPOTrainer(ReferenceTrainer):
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
         data_collator: makes a mini-batch of rows; None: `PreferenceCollator`.
-        train_dataset: rows that `PreferenceExamples` accepts, or its examples. It may be iterable where the reference is
-            computed in each step, or where the loss has none.
+        train_dataset: rows that `PreferenceExamples` accepts, or its examples. It may be iterable where the reference
+            is computed in each step, or where the loss has none.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None: the tokenizer of the Hub id or directory that the model comes from.
         compute_metrics, callbacks, optimizers: as for `PipelineTrainer`.
