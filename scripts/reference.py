@@ -23,7 +23,7 @@ from hf_gpipe.commands.train import USAGE
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.recipe.help import default_text, kinds_text, recipe_help
-from hf_gpipe.settings.mode import COMPARED_ROWS, TEACHER
+from hf_gpipe.settings.mode import COMPARED_ROWS
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.settings.section import keys_of
@@ -126,7 +126,7 @@ def links() -> str:
 def _modes() -> dict[str, tuple[str, dict[str, str]]]:
     """The setting of each mode, and what it excludes, by its field; and what modes exclude that is none."""
     of_fields = {name: (mode.setting(), mode.excludes) for name, mode in PipelineConfig().modes.items()}
-    return {**of_fields, TEACHER: ("a teacher", {}), COMPARED_ROWS: ("a loss that compares rows", {})}
+    return {**of_fields, COMPARED_ROWS: ("a loss that compares rows", {})}
 
 
 def modes() -> str:

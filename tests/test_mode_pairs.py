@@ -11,7 +11,6 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
-from hf_gpipe.settings.mode import TEACHER
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.tasks.distil import DistillationLoss
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
@@ -29,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "compiled": {"torch_compile": "eager"},
     "divided_head": {"schedule": "vocab_1f1b"},
     "asynchronous": {"schedule": "pipedream_2bw"},
-    TEACHER: {"loss": DistillationLoss(cross_entropy_share=0.3)},
+    "teacher": {"loss": DistillationLoss(cross_entropy_share=0.3)},
 }
 ELSEWHERE = {"shared_updates", "division", "liger"}
 
@@ -64,12 +63,12 @@ def pipeline(options: dict[str, Any], num_stages: int = 5) -> Pipeline:
 def expected(has_teacher: bool) -> Result:
     batch = padded_batch(CONFIG)
     if has_teacher:  # tests/test_distillation.py compares this one with a loop of the plain models
-        return run_pipeline(pipeline(MODES[TEACHER], 1), batch)
+        return run_pipeline(pipeline(MODES["teacher"], 1), batch)
     return run_plain(plain_model(CONFIG), batch, M)
 
 
 def test_every_mode_is_in_a_pair() -> None:
-    assert {*PipelineConfig().modes, TEACHER} == {*MODES, *ELSEWHERE}
+    assert {*PipelineConfig().modes} == {*MODES, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
@@ -80,7 +79,7 @@ def test_a_pair_of_modes(pair: tuple[str, str]) -> None:
         with pytest.raises(UserError):
             pipeline(options)
         return
-    pipe, batch, whole = pipeline(options), padded_batch(CONFIG), expected(TEACHER in pair)
+    pipe, batch, whole = pipeline(options), padded_batch(CONFIG), expected("teacher" in pair)
     if "asynchronous" in pair:
         seen: list[torch.Tensor] = []
         found = pipe.train_window([[batch]], lambda stage, step, norm: seen.append(norm))[0]

@@ -12,8 +12,22 @@ import hf_gpipe.modes
 from hf_gpipe import Pipeline, registry
 from hf_gpipe.runtime import performing
 from hf_gpipe.schedule import kinds
+from hf_gpipe.settings.mesh import MeshConfig
+from hf_gpipe.settings.mode import with_modes
+from hf_gpipe.settings.section import keys_of
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
+KEY = '''
+from hf_gpipe.settings.mode import Mode
+
+class Noting(Mode):
+    """Backwards that are noted."""
+
+    notes_backwards: bool = False
+    """Whether backwards are noted."""
+
+FIELDS = {"noting": (Noting, Noting)}
+'''
 TABLE = '''
 from dataclasses import replace
 from hf_gpipe.schedule.actions import Action
@@ -79,7 +93,7 @@ def mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The mode "noting" in a folder that is none of the package's."""
     folder = tmp_path / "noting"
     folder.mkdir()
-    for name, text in (("__init__", ""), ("table", TABLE), ("cost", COST), ("runtime", RUNTIME)):
+    for name, text in (("__init__", ""), ("key", KEY), ("table", TABLE), ("cost", COST), ("runtime", RUNTIME)):
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(hf_gpipe.modes, "__path__", [*hf_gpipe.modes.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "MODES", (*registry.MODES, "noting"))
@@ -108,6 +122,13 @@ def test_a_mode_of_your_own_is_one_folder() -> None:
             assert order == sorted(order)
     assert len(state.seen) == 2 * 3 * 3
     assert pipe.plan(batch).step_seconds >= 3 * 1000, "its seconds are in plans"
+
+
+@pytest.mark.usefixtures("mode")
+def test_the_key_of_a_mode_of_your_own_is_one_of_a_configuration() -> None:
+    """A mode's key was a field that the class of configurations named."""
+    key = keys_of(with_modes(MeshConfig))["notes_backwards"]
+    assert (key.path, key.text, key.default) == ("noting.notes_backwards", "Whether backwards are noted.", False)
 
 
 def test_afterwards_it_is_gone() -> None:

@@ -10,7 +10,6 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.settings.mode import DIVIDED_HEAD
 
 if TYPE_CHECKING:
     from hf_gpipe.settings.pipeline import DecidedConfig
@@ -54,7 +53,7 @@ def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig) -> N
     """
     if reason := why_not_divided(adapter, loss):
         raise _cannot(config.schedule, reason)
-    config.check_beside(DIVIDED_HEAD)
+    config.check_beside("divided_head")
 
 
 def check_stages(schedule: str, partition: Sequence[range], placement: Placement) -> None:

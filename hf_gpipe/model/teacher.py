@@ -20,7 +20,6 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.settings.division import Division
-from hf_gpipe.settings.mode import TEACHER
 from hf_gpipe.settings.pipeline import DecidedConfig
 
 
@@ -41,7 +40,7 @@ class Teacher:
     @classmethod
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
-        config.check_beside(TEACHER)
+        config.check_beside("teacher")
         check_division(adapter, Division(config.division.num_ranks))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 

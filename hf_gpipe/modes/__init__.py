@@ -3,6 +3,8 @@
 The packages of the core import none of them. `hf_gpipe.registry` names the modes, and finds these modules of each; a
 mode has those that it needs:
 
+    key      without torch; it has
+             FIELDS = {field of a configuration: (its `Mode`, the one of a configuration where all is decided)}
     table    without torch; imported with `hf_gpipe.schedule`. It adds kinds of actions (`kinds.add_kind`), whose
              records say what they need, hold and check, and has
              apply(table, recompute) -> the table with the mode's actions; `recompute` is an entry for each stage

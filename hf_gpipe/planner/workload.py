@@ -23,9 +23,9 @@ from hf_gpipe.runtime.cutting import in_chunks
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.mode import Visitors
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PipelineConfig
-from hf_gpipe.settings.visits import Visitors
 
 #: A token id that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
 _TOKEN = 5

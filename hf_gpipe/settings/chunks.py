@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.settings.kinds import WITHOUT_IMAGES
-from hf_gpipe.settings.mode import ASYNCHRONOUS, AUTO, DEALT_STAGES, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
+from hf_gpipe.settings.mode import AUTO, Auto, Keys, Mode
 from hf_gpipe.settings.section import Count, NotNegative, refuse_given
 
 CHUNK_UNIT = " tokens"
@@ -35,7 +35,6 @@ class RowChunks(Mode):
     """How rows are cut into chunks."""
 
     kinds = WITHOUT_IMAGES
-    excludes: ClassVar[dict[str, str]] = dict.fromkeys((ASYNCHRONOUS, DIVIDED_HEAD, DEALT_STAGES, TEACHER), "")
 
     sequence_chunks: Count | Auto | Annotated[str, Field(pattern=rf"\{CHUNK_UNIT}$")] = 1
     """Number of chunks of tokens into which rows are cut in training; chunks go through the stages one after another,

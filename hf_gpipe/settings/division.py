@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.schedule import Placement
-from hf_gpipe.settings.mode import ASYNCHRONOUS, DEALT_STAGES, DIVIDED_HEAD, Mode
+from hf_gpipe.settings.mode import Mode
 from hf_gpipe.settings.section import Count
 
 T = TypeVar("T")
@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 class Division(Mode):
     """How layers are divided among the ranks of a worker."""
-
-    excludes: ClassVar[dict[str, str]] = dict.fromkeys((ASYNCHRONOUS, DIVIDED_HEAD, DEALT_STAGES), "")
 
     num_ranks: Count = Field(1, alias="tensor_parallel")
     """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device

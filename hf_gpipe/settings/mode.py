@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, create_model
 
+from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.section import Settings, keys_of
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Settings)
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
 Listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list | range) else value)
@@ -20,12 +23,14 @@ else:
 #: The value of a key until it is known what stands for it.
 NOT_GIVEN: Any = None
 
+Visitors = Literal["frozen", "all"]
+"""The weights that are not trained, or all but trained ones that stages may share."""
+
 #: Marks keys of a run that a plan does not have; and those of them that may have another value in each process.
 RUN, EACH_PROCESS = object(), object()
 
-#: What modes exclude: the modes of these fields, a teacher, and a loss that compares the rows of a mini-batch.
-ASYNCHRONOUS, DIVIDED_HEAD, DEALT_STAGES = "asynchronous", "divided_head", "dealt_stages"
-TEACHER, COMPARED_ROWS = "teacher", "compared_rows"
+#: What modes exclude beside other modes: a loss that compares the rows of a mini-batch.
+COMPARED_ROWS = "compared_rows"
 
 
 #: The value of each key of a configuration, by its name.
@@ -38,9 +43,12 @@ class Mode(Settings):
     The first key says whether the mode is on.
     """
 
-    #: What it does not go with -> why: the part of a message after a colon, or the message with names of keys in
-    #: braces.
+    #: What it does not go with, mostly the fields of other modes -> why: the part of a message after a colon, or the
+    #: message with names of keys in braces. One of the two modes says it.
     excludes: ClassVar[dict[str, str]] = {}
+
+    #: What a message advises beside leaving out the key of a mode that it does not go with.
+    instead: ClassVar[str] = ", or use another schedule, such as 1f1b"
 
     #: The schedules that turn it on.
     schedules: ClassVar[tuple[str, ...]] = ()
@@ -55,5 +63,28 @@ class Mode(Settings):
         own = [key.value_in(self) != key.default for key in keys_of(type(self)).values()]
         return any(own[:1]) or keys["schedule"] in self.schedules
 
+    def in_use(self, keys: Keys) -> str:
+        """The words of a message that say what turns it on, where that is no key of its own."""
+        return f"schedule is {keys['schedule']}"
+
+    def plain(self, keys: Keys) -> Mapping[str, Any]:
+        """The values of keys that are not given, where it is on and the planner may choose none of them; else empty."""
+        return {}
+
     def check(self, keys: Keys) -> None:
         """Raise UserError where its keys contradict each other, or other keys of the configuration."""
+
+    def check_table(self, table: Schedule) -> None:
+        """Raise UserError where its keys contradict the table of a file."""
+
+
+def with_modes(base: type[S], *, are_decided: bool = False) -> type[S]:
+    """Settings with a field of each mode that has a key, or follows from other keys (`hf_gpipe.modes`).
+
+    Args:
+        base: the settings without them.
+        are_decided: whether nothing is left to the planner.
+    """
+    found = {name: types for key in parts_of_modes("key").values() for name, types in key.FIELDS.items()}
+    fields: dict[str, Any] = {name: (types[are_decided], types[are_decided]()) for name, types in found.items()}
+    return create_model(base.__name__, __base__=base, **fields)

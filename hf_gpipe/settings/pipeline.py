@@ -19,18 +19,10 @@ from hf_gpipe.settings.mesh import (
     ScheduleName,
     TableFile,
 )
-from hf_gpipe.settings.mode import AUTO, EACH_PROCESS, RUN, TEACHER, Listed, Mode
-from hf_gpipe.settings.schedules import (
-    Asynchronous,
-    CompiledBlocks,
-    DividedHead,
-    HostGraphs,
-    LigerKernels,
-    NarrowBoundary,
-)
+from hf_gpipe.settings.mode import AUTO, EACH_PROCESS, RUN, Listed, Mode, with_modes
+from hf_gpipe.settings.schedules import CompiledBlocks, LigerKernels, NarrowBoundary
 from hf_gpipe.settings.section import Count, Positive, Text, keys_of
 from hf_gpipe.settings.sizes import read_bytes
-from hf_gpipe.settings.visits import DealtStages, DecidedVisits, Visits
 from hf_gpipe.settings.words import choices
 
 #: About thirty years: longer times are none to a clock.
@@ -41,18 +33,19 @@ MOST_THREADS = 4096
 #: What the planner chooses where it is not given, and what it is where nothing can be planned.
 PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 
+if TYPE_CHECKING:
+    _WithModes = MeshConfig
+else:
+    _WithModes = with_modes(MeshConfig)
 
-class PipelineConfig(MeshConfig):
+
+class PipelineConfig(_WithModes):
     """How the model is split into stages, and how micro-batches go through them.
 
     The planner chooses the values that are "auto", and micro-batches, schedule, recomputation and
     partition where they are not given. All values can be written to a file.
     """
 
-    chunks: RowChunks = RowChunks()
-    visits: Visits = Visits()
-    dealt_stages: DealtStages = DealtStages()
-    host_graphs: HostGraphs = HostGraphs()
     boundary: NarrowBoundary = NarrowBoundary()
 
     memory: Annotated[Text | tuple[Text, ...] | None, Listed, EACH_PROCESS] = None
@@ -84,9 +77,6 @@ class PipelineConfig(MeshConfig):
 
     threads_per_process: Annotated[Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, EACH_PROCESS] = None
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
-
-    divided_head: DividedHead = DividedHead()
-    asynchronous: Asynchronous = Asynchronous()
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:
@@ -140,12 +130,17 @@ class PipelineConfig(MeshConfig):
             mode.check(keys)
             # What the planner chooses goes with the others.
             if mode.is_on(keys) and AUTO not in mode.__dict__.values():
-                self.check_beside(field)
+                for other in mode.excludes:
+                    if other in self.modes and self.modes[other].is_on(keys):
+                        self.check_beside(field, [other])
         return self
 
     if TYPE_CHECKING:
 
         def __init__(self, num_stages: int | str | None = None, /, *args: Any, **keys: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            """A mode that the registry finds, or the value of a mode's key."""
 
     else:
 
@@ -168,35 +163,46 @@ class PipelineConfig(MeshConfig):
     @property
     def divides_head(self) -> bool:
         """Whether the schedule divides the head over the stages."""
-        return self.divided_head.is_on(self.values())
+        return self.modes["divided_head"].is_on(self.values())
 
     @property
     def modes(self) -> dict[str, Mode]:
         """The modes by their fields, also those that are not used."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Mode)}
 
-    def excluding(self, other: str) -> list[Mode]:
-        """The modes in use that do not go with another mode, a teacher or a loss."""
-        return [mode for mode in self.modes.values() if other in mode.excludes and mode.is_on(self.values())]
+    def excluding(self, other: str) -> list[str]:
+        """The fields of the modes in use that do not go with another mode, or a loss."""
+        keys = self.values()
+        return [name for name, mode in self.modes.items() if self._why(name, other) is not None and mode.is_on(keys)]
 
-    def check_beside(self, other: str, modes: Iterable[Mode] = (), **words: Any) -> None:
-        """Raise UserError where a mode does not go with another mode, a teacher or a loss.
+    def _why(self, one: str, other: str) -> str | None:
+        """Why two modes, or a mode and a loss, do not go together; None: they do."""
+        of_other = self.modes[other].excludes if other in self.modes else {}
+        return self.modes[one].excludes.get(other, of_other.get(one))
+
+    def check_beside(self, other: str, names: Iterable[str] = (), **words: Any) -> None:
+        """Raise UserError where a mode does not go with another mode, or a loss.
 
         Args:
-            other: what a mode excludes.
-            modes: that are in use; by default those that the keys turn on.
+            other: the field of the other mode, or what modes exclude besides.
+            names: the fields of modes that are in use; by default those that the keys turn on.
             words: what a message says beside keys.
         """
-        for mode in modes or self.excluding(other):
-            why, key = mode.excludes[other], next(iter(keys_of(type(mode))), "")
+        for name in names or self.excluding(other):
+            why, keys = self._why(name, other), self.values()
             if why and not why.startswith(":"):
-                values = {name: list(v) if isinstance(v, tuple) else v for name, v in self.values().items()}
-                raise UserError(why.format(**values, **words))
-            beside, way = f"schedule is {self.schedule}", ", or use another schedule, such as 1f1b"
-            if other == TEACHER:
-                beside, way = "there is a teacher", ""
-            shown = str(self.values()[key]).lower()
-            raise UserError(f"{beside} and {key} is {shown}, which do not go together{why}; leave {key} out{way}.")
+                raise UserError(
+                    why.format(**{key: list(v) if isinstance(v, tuple) else v for key, v in keys.items()}, **words)
+                )
+            # Of two modes one has a key.
+            named, beside = (
+                self.modes[field] for field in ((name, other) if keys_of(type(self.modes[name])) else (other, name))
+            )
+            key = next(iter(keys_of(type(named))))
+            raise UserError(
+                f"{beside.in_use(keys)} and {key} is {str(keys[key]).lower()}, which do not go together{why}; leave "
+                f"{key} out{beside.instead}."
+            )
 
     # ------------------------------------------------------------------ what the planner chooses
 
@@ -209,10 +215,11 @@ class PipelineConfig(MeshConfig):
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        # Of weights that visit it chooses what is "auto".
-        visit = self.visits.offload_weights not in (None, AUTO)
-        is_auto = can_plan and not visit and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
-        plain = {**PLANNED, "schedule": "breadth_first"} if visit else PLANNED
+        keys, plain = self.values(), dict[str, Any]()
+        for mode in self.modes.values():
+            plain |= mode.plain(keys)
+        is_auto = can_plan and not plain and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        plain = PLANNED | plain
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return self.replace(**values) if values else self
 
@@ -309,11 +316,18 @@ class PipelineConfig(MeshConfig):
             step *= accumulation * chunks
         table = read_table(self.schedule, num_stages, step, num_processes, replicas, chunks)
         recompute_under(table, self.recompute)
-        self.visits.check_table(table)
+        for mode in self.modes.values():
+            mode.check_table(table)
         return table
 
 
-class DecidedConfig(PipelineConfig):
+if TYPE_CHECKING:
+    _WithDecidedModes = PipelineConfig
+else:
+    _WithDecidedModes = with_modes(PipelineConfig, are_decided=True)
+
+
+class DecidedConfig(_WithDecidedModes):
     """A `PipelineConfig` that leaves nothing to the planner: what is run, and what a plan describes."""
 
     num_stages: Count
@@ -324,7 +338,6 @@ class DecidedConfig(PipelineConfig):
     replicas: Annotated[Count | tuple[Count, ...], Listed] = 1
     num_processes: Count
     chunks: DecidedRowChunks = DecidedRowChunks()
-    visits: DecidedVisits = DecidedVisits()
 
     @property
     def in_short(self) -> dict[str, Any]:

@@ -1,24 +1,15 @@
-"""Modes that follow from `schedule` or `recompute`, and modes of one key."""
+"""Modes of one key, whose parts are where the key is read."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from hf_gpipe.errors import UserError
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
-from hf_gpipe.schedule import DIVIDED_HEAD as DIVIDED_HEAD_SCHEDULES
-from hf_gpipe.settings.mode import ASYNCHRONOUS, AUTO, COMPARED_ROWS, DIVIDED_HEAD, RUN, TEACHER, Keys, Mode
+from hf_gpipe.settings.mode import RUN, Keys, Mode
 from hf_gpipe.settings.section import Text, refuse_given
-
-_TEACHER = "there is a teacher and schedule is {schedule}, which do not go together; use 1f1b"
 
 
 class SharedUpdates(Mode):
     """The updates of a stage, shared among its replicas (ZeRO-1)."""
-
-    excludes: ClassVar[dict[str, str]] = {
-        ASYNCHRONOUS: ": replicas share the whole step of an optimizer, and here each stage updates by itself"
-    }
 
     zero: Literal[0, 1] = 0
     """1: each replica of a stage keeps only a part of the optimizer's state and of float32 master weights, updates this
@@ -30,54 +21,8 @@ class SharedUpdates(Mode):
         return count if self.zero else 1
 
 
-class DividedHead(Mode):
-    """A head that is divided by the vocabulary over all stages."""
-
-    excludes: ClassVar[dict[str, str]] = {TEACHER: _TEACHER}
-
-    schedules = DIVIDED_HEAD_SCHEDULES
-
-
-class Asynchronous(Mode):
-    """Stages that update by themselves, so that steps run in windows."""
-
-    excludes: ClassVar[dict[str, str]] = {
-        TEACHER: _TEACHER,
-        COMPARED_ROWS: "schedule {schedule!r}: the loss, a {loss}, compares the rows of a mini-batch in two passes, "
-        "between which no stage may update; use a synchronous schedule, such as 1f1b",
-    }
-
-    schedules = (*ASYNCHRONOUS_SCHEDULES,)
-
-    def check(self, keys: Keys) -> None:
-        if self.is_on(keys) and AUTO in (keys["num_stages"], keys["replicas"]):
-            name = "num_stages" if keys["num_stages"] == AUTO else "replicas"
-            raise UserError(
-                f"schedule is {keys['schedule']} and {name} is auto; give {name}, for with it the numbers of an "
-                "asynchronous schedule change."
-            )
-
-
-class HostGraphs(Mode):
-    """Activations that wait in CPU memory between forward and backward."""
-
-    excludes: ClassVar[dict[str, str]] = {
-        "visits": "recompute is {recompute} and offload_weights {offload_weights}: graphs on the host keep weights on "
-        "the device; let recompute be stage, or leave offload_weights out."
-    }
-
-    @classmethod
-    def setting(cls) -> str:
-        return "recompute: host"
-
-    def is_on(self, keys: Keys) -> bool:
-        return "host" in (keys["recompute"] or ())
-
-
 class NarrowBoundary(Mode):
     """Tensors that are sent between stages in a narrower type."""
-
-    excludes: ClassVar[dict[str, str]] = {DIVIDED_HEAD: ""}
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The data type in which hidden states and their gradients are sent from stage to stage. A narrower type than the
@@ -86,10 +31,6 @@ class NarrowBoundary(Mode):
 
 class CompiledBlocks(Mode):
     """Blocks that are compiled."""
-
-    excludes: ClassVar[dict[str, str]] = {
-        ASYNCHRONOUS: ": compiled blocks would not see the versions of the weights that it keeps"
-    }
 
     torch_compile: Annotated[bool, RUN] = False
     """Whether to compile each block with torch.compile."""

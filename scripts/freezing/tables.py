@@ -37,7 +37,6 @@ from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside
 from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.schedule.zero_bubble import whole_backwards
-from hf_gpipe.settings.mode import TEACHER
 from hf_gpipe.settings.pipeline import PipelineConfig
 from scripts.freezing.results import Entries, exact
 
@@ -347,6 +346,6 @@ def _table_of_keys(keys: dict[str, Any]) -> Schedule:
     has_teacher = own.pop("teacher", False)
     settings = PipelineConfig(**own).decided(partition=[1] * own["num_stages"])
     if has_teacher:
-        settings.check_beside(TEACHER)
+        settings.check_beside("teacher")
     count, chunks = settings.num_micro_batches, settings.chunks.decided.most
     return table_of(settings, PlanInputs(needs_norm=False), count * chunks, chunks)

@@ -14,7 +14,7 @@ from hf_gpipe import PipelineTrainingArguments
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, parse_recipe, section_help
 from hf_gpipe.recipe.fields import SECTIONS
-from hf_gpipe.settings.mode import ASYNCHRONOUS, Keys, Mode
+from hf_gpipe.settings.mode import Keys, Mode
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.settings.section import keys_of
 from hf_gpipe.training.arguments import with_keys_of
@@ -36,7 +36,7 @@ class WithKey(PipelineConfig):
 class Rests(Mode):
     """Steps after which all processes rest."""
 
-    excludes: ClassVar[dict[str, str]] = {ASYNCHRONOUS: ": its stages never stand still"}
+    excludes: ClassVar[dict[str, str]] = {"asynchronous": ": its stages never stand still"}
 
     rest_steps: Annotated[int, Field(ge=0)] = 0
     """Number of steps between two rests; 0: none."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.visits.key import DealtStages
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
 from hf_gpipe.pipeline.decision import Decision, check_draws_alike
@@ -13,7 +14,7 @@ from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder, check_no_batch
 from hf_gpipe.runtime.edges import connect_relays
 from hf_gpipe.runtime.step import Rows
 from hf_gpipe.schedule.visits import check_visits
-from hf_gpipe.settings.mode import COMPARED_ROWS, DEALT_STAGES
+from hf_gpipe.settings.mode import COMPARED_ROWS
 
 
 class Builder(ModeBuilder):
@@ -60,9 +61,9 @@ def _check_dealt(decision: Decision) -> None:
     if not decision.world.placement.is_dealt:
         return
     # Of a table, whose name does not tell.
-    config.dealt_stages.check_visits(config.values())
-    config.check_beside(DEALT_STAGES)
+    DealtStages.check_visits(config.values())
+    config.check_beside("dealt_stages")
     if loss.compares_units:
-        config.check_beside(COMPARED_ROWS, [config.dealt_stages], loss=type(loss).__name__)
+        config.check_beside(COMPARED_ROWS, ["dealt_stages"], loss=type(loss).__name__)
     for what, value in decision.adapter.dropout.items():
         check_draws_alike(decision.world, f"{what}={value}")

@@ -23,7 +23,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.memory import ALIGNMENT, aligned
-from hf_gpipe.settings.visits import Visitors
+from hf_gpipe.settings.mode import Visitors
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts
-from hf_gpipe.settings.visits import Visitors
+from hf_gpipe.settings.mode import Visitors
 
 
 class Beside(NamedTuple):

@@ -29,7 +29,6 @@ from hf_gpipe.schedule import (
     check_once,
     replicas_of,
 )
-from hf_gpipe.settings import mode
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -129,7 +128,7 @@ class _Search:
         self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
         self._schedules: Sequence[str] = (asked.schedule,)
         if asked.schedule == AUTO:
-            is_whole = bool(asked.excluding(mode.DIVIDED_HEAD))
+            is_whole = bool(asked.excluding("divided_head"))
             self._schedules = [name for name in AUTO_SCHEDULES if not (is_whole and name in DIVIDED_HEAD)]
 
     def outcomes(self) -> list[Outcome]:

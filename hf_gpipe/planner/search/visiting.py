@@ -11,9 +11,8 @@ from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import deal_of, dealt_table
-from hf_gpipe.settings.mode import AUTO, DEALT_STAGES
+from hf_gpipe.settings.mode import AUTO, Visitors
 from hf_gpipe.settings.pipeline import PipelineConfig
-from hf_gpipe.settings.visits import Visitors
 
 #: The recipe's key for the weights that visit, for messages.
 SETTING = "offload_weights"
@@ -86,7 +85,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         schedules: tuple[str, ...] = (config.schedule,)
     else:
         # The workers to which stages are dealt share memory.
-        can_deal = config.visits.offload_weights == "all" and planner.can_deal and not config.excluding(DEALT_STAGES)
+        can_deal = config.visits.offload_weights == "all" and planner.can_deal and not config.excluding("dealt_stages")
         schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
     if config.num_micro_batches == AUTO:
         wanted = [times * size for times in _MICRO_BATCHES]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.schedule import DEALT, Schedule, is_table_file
 from hf_gpipe.schedule.kinds import LOAD
-from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
-
-Visitors = Literal["frozen", "all"]
-"""The weights that visit their device: those that are not trained, or all but trained ones that stages may share."""
+from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Auto, Keys, Mode, Visitors
 
 
 class Visits(Mode):
     """The weights that visit their devices."""
 
-    excludes: ClassVar[dict[str, str]] = dict.fromkeys((DIVIDED_HEAD, TEACHER), "")
+    excludes: ClassVar[dict[str, str]] = {
+        "host_graphs": "recompute is {recompute} and offload_weights {offload_weights}: graphs on the host keep "
+        "weights on the device; let recompute be stage, or leave offload_weights out."
+    }
 
     offload_weights: Visitors | Auto | None = None
     """The weights that stay in CPU memory and visit the device when their stage runs, so that a device holds at most
@@ -34,8 +34,11 @@ class Visits(Mode):
                 "under it, or leave offload_weights out."
             )
 
+    def plain(self, keys: Keys) -> dict[str, Any]:
+        # The planner chooses nothing beside weights that visit, unless it chooses them too.
+        return {} if self.offload_weights in (None, AUTO) else {"schedule": "breadth_first"}
+
     def check_table(self, table: Schedule) -> None:
-        """Raise UserError where weights visit in a table alone."""
         if LOAD in table.kinds and self.offload_weights is None:
             raise UserError(
                 f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is not given; set it "
@@ -53,6 +56,7 @@ class DealtStages(Mode):
     """Stages that are dealt to all processes."""
 
     excludes: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("division", "chunks"), ""),
         COMPARED_ROWS: "schedule {schedule!r} and a {loss}, which compares rows: the last stage must be in one place; "
         "use breadth_first",
     }
@@ -72,3 +76,6 @@ class DealtStages(Mode):
                 "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
                 "another schedule."
             )
+
+
+FIELDS = {"visits": (Visits, DecidedVisits), "dealt_stages": (DealtStages, DealtStages)}
