@@ -70,21 +70,20 @@ class State(ModeState):
         self.seen, self.runs = [], 0
     def begin(self, options):
         self.runs += 1
+    def wrap(self, schedule, worker, action, performed):
+        """F and B are noted as they begin."""
+        if action.kind not in (FORWARD, BACKWARD):
+            return performed
+        def run(step, planned, received):
+            step.modes["noting"].seen.append(str(planned.action))
+            return performed.run(step, planned, received)
+        return performed._replace(run=run)
 
 def note(step, planned, received):
     step.modes["noting"].seen.append(str(planned.action))
     return {}
 
 perform(NOTE, note)
-
-def wrap(schedule, worker, action, performed):
-    """F and B are noted as they begin."""
-    if action.kind not in (FORWARD, BACKWARD):
-        return performed
-    def run(step, planned, received):
-        step.modes["noting"].seen.append(str(planned.action))
-        return performed.run(step, planned, received)
-    return performed._replace(run=run)
 '''
 
 

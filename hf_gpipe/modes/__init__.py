@@ -17,5 +17,4 @@ mode has those that it needs:
     runtime  what the executor calls:
              State(rows), a `ModeState`, which actions find in `Step.modes` under the mode's name
              perform(kind, run) is called for each kind of the mode (`hf_gpipe.runtime.performing`)
-             wrap(schedule, worker, action, performed) -> how an action is performed
 """

@@ -6,21 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.registry import parts_of_modes
-from hf_gpipe.runtime.step import Planned, Run, Step, Tensors
+from hf_gpipe.runtime.step import Performed, Planned, Run, Step, Tensors
 from hf_gpipe.schedule import kinds
 from hf_gpipe.schedule.kinds import ActionKind
-
-
-class Performed(NamedTuple):
-    """How a kind of action is performed."""
-
-    run: Run
-    wait: Callable[[Step, Planned], None] | None = None
-    """Waits before an action runs that receives no message."""
 
 
 def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:

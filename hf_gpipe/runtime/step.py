@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -72,6 +72,18 @@ class Message:
     """For a received message, the messages of this process that must have arrived before the sender could send it."""
 
 
+Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
+"""(step, action, tensors received) -> the tensors for the neighbouring stage, or the outputs of the last stage."""
+
+
+class Performed(NamedTuple):
+    """How a kind of action is performed."""
+
+    run: Run
+    wait: Callable[[Step, Planned], None] | None = None
+    """Waits before an action runs that receives no message."""
+
+
 class ModeState:
     """The state of a mode in an executor (`hf_gpipe.modes`). A mode overrides what it needs.
 
@@ -90,6 +102,10 @@ class ModeState:
     def message(self, source: Action, consumer: Action, sender: int, receiver: int) -> Message | None:
         """The message of an action to another one, between two workers; None: it is not the mode's."""
         return None
+
+    def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
+        """How an action of a table is performed in this mode, from how it is performed without it."""
+        return performed
 
     def prepare(self, schedule: Schedule) -> None:
         """Called for each new table."""
@@ -120,10 +136,6 @@ class ModeState:
             num_rows: B.
         """
         return None
-
-
-Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
-"""(step, action, tensors received) -> the tensors for the neighbouring stage, or the outputs of the last stage."""
 
 
 @dataclass(frozen=True, slots=True)

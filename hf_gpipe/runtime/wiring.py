@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.performing import performed
@@ -54,7 +53,7 @@ class Wiring:
             place = places[worker]
             places[worker] += 1
             stage, how = self.rows[worker][action.stage], performed(action.kind)
-            for mode in parts_of_modes("runtime").values():
+            for mode in self.modes.values():
                 how = mode.wrap(schedule, worker, action, how)
             is_beside = action.kind.resource is Resource.HOST
             received = tuple(

@@ -7,8 +7,7 @@ from functools import lru_cache
 
 from hf_gpipe.modes.asynchronous.versions import Versions
 from hf_gpipe.runtime.micro_batch import StepOptions
-from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import ModeState, Planned, Rows, Run, Step, StepResult, Tensors
+from hf_gpipe.runtime.step import ModeState, Performed, Planned, Rows, Run, Step, StepResult, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.versions import Use, uses
@@ -42,20 +41,19 @@ class State(ModeState):
         for versions in self.versions.values():
             versions.end()
 
+    def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
+        """Let an action read its version of the weights, and let U update its own stage."""
+        use = _uses(schedule, worker)[action] if schedule.is_asynchronous else None
+        if use is None:
+            return performed
+        if action.kind.changes_weights:
+            return Performed(_update(use), _await_gradients)
+        return performed._replace(run=_read(performed.run, use)) if action.kind.reads_weights else performed
+
 
 @lru_cache(maxsize=16)
 def _uses(schedule: Schedule, worker: int) -> Mapping[Action, Use | None]:
     return dict(zip(schedule.actions[worker], uses(schedule, worker), strict=True))
-
-
-def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
-    """Let an action read its version of the weights, and let U update its own stage."""
-    use = _uses(schedule, worker)[action] if schedule.is_asynchronous else None
-    if use is None:
-        return performed
-    if action.kind.changes_weights:
-        return Performed(_update(use), _await_gradients)
-    return performed._replace(run=_read(performed.run, use)) if action.kind.reads_weights else performed
 
 
 def _versions(step: Step, planned: Planned) -> Versions:

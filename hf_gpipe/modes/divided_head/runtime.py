@@ -13,8 +13,8 @@ from hf_gpipe.modes.divided_head.head_part import HeadPart
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.micro_batch import StepOptions
-from hf_gpipe.runtime.performing import Performed, perform
-from hf_gpipe.runtime.step import Message, ModeState, Planned, Rows, Run, Step, Tensors
+from hf_gpipe.runtime.performing import perform
+from hf_gpipe.runtime.step import Message, ModeState, Performed, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule.table import Schedule
@@ -71,6 +71,14 @@ class State(ModeState):
         dist.all_reduce(logits, group=generator.group)
         return logits
 
+    def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
+        """Let F of the last stage keep the hidden states for S, and let its backward begin with what T has left."""
+        if LOGITS not in schedule.kinds or action.stage != schedule.num_stages - 1:
+            return performed
+        if action.kind == FORWARD:
+            return performed._replace(run=_forward(performed.run))
+        return performed._replace(run=_backward(performed.run)) if action.kind.takes_gradient else performed
+
 
 def _part(step: Step, planned: Planned) -> HeadPart:
     state: State = step.modes[NAME]
@@ -91,15 +99,6 @@ def _logits_gradient(step: Step, planned: Planned, received: Tensors) -> Tensors
 
 perform(LOGITS, _logits)
 perform(LOGITS_GRADIENT, _logits_gradient)
-
-
-def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
-    """Let F of the last stage keep the hidden states for S, and let its backward begin with what T has left."""
-    if LOGITS not in schedule.kinds or action.stage != schedule.num_stages - 1:
-        return performed
-    if action.kind == FORWARD:
-        return performed._replace(run=_forward(performed.run))
-    return performed._replace(run=_backward(performed.run)) if action.kind.takes_gradient else performed
 
 
 def _forward(run: Run) -> Run:

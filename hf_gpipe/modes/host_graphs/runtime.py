@@ -8,8 +8,8 @@ import torch
 
 from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
 from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, is_away
-from hf_gpipe.runtime.performing import Performed, perform
-from hf_gpipe.runtime.step import ModeState, Planned, Rows, Run, Step, Tensors
+from hf_gpipe.runtime.performing import perform
+from hf_gpipe.runtime.step import ModeState, Performed, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, Held
 from hf_gpipe.schedule.table import Schedule
@@ -31,6 +31,14 @@ class State(ModeState):
         for copies in self.copies.values():
             copies.reset()
 
+    def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
+        """Let F of a graph that goes to the host keep what it saves, and let its backward wait until that is back."""
+        if action.micro_batch is None or action.kind in (OFFLOAD, PREFETCH) or not is_away(schedule, action):
+            return performed
+        if action.kind == FORWARD:
+            return performed._replace(run=_saving(performed.run))
+        return performed._replace(run=_arriving(performed.run)) if Held.GRAPH in action.kind.frees else performed
+
 
 def _state(step: Step) -> State:
     state: State = step.modes[NAME]
@@ -51,15 +59,6 @@ def _prefetch(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 perform(OFFLOAD, _offload)
 perform(PREFETCH, _prefetch)
-
-
-def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
-    """Let F of a graph that goes to the host keep what the graph saves, and let its backward wait until it is back."""
-    if action.micro_batch is None or action.kind in (OFFLOAD, PREFETCH) or not is_away(schedule, action):
-        return performed
-    if action.kind == FORWARD:
-        return performed._replace(run=_saving(performed.run))
-    return performed._replace(run=_arriving(performed.run)) if Held.GRAPH in action.kind.frees else performed
 
 
 def _saving(run: Run) -> Run:

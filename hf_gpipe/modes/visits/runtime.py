@@ -11,8 +11,8 @@ import torch
 from hf_gpipe.modes.visits.weights import VisitingWeights
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.homes import Homes
-from hf_gpipe.runtime.performing import Performed, perform, update
-from hf_gpipe.runtime.step import Message, ModeState, Planned, Rows, Run, Step, Tensors
+from hf_gpipe.runtime.performing import perform, update
+from hf_gpipe.runtime.step import Message, ModeState, Performed, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import DROP, HOST_UPDATE, LOAD, REDUCE, Resource
@@ -63,6 +63,13 @@ class State(ModeState):
     def using(self, stage: int) -> AbstractContextManager[object]:
         visits = self.visits.get(self._owners.get(stage, -1))
         return nullcontext() if visits is None else visits.visit(stage)
+
+    def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
+        """Let an action run in a visit of its stage's weights; G of a dealt stage waits for the gradients."""
+        if action.kind == REDUCE and schedule.placement.is_dealt:
+            return performed._replace(wait=_await_gradients)
+        is_visited = LOAD in schedule.kinds and action.micro_batch is not None
+        return performed._replace(run=_in_visit(performed.run)) if is_visited else performed
 
 
 def _state(step: Step) -> State:
@@ -126,14 +133,6 @@ perform(HOST_UPDATE, update, _await_host_updates)
 
 def _await_gradients(step: Step, planned: Planned) -> None:
     step.collect()
-
-
-def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
-    """Let an action run in a visit of its stage's weights; G of a dealt stage waits for the gradients."""
-    if action.kind == REDUCE and schedule.placement.is_dealt:
-        return performed._replace(wait=_await_gradients)
-    is_visited = LOAD in schedule.kinds and action.micro_batch is not None
-    return performed._replace(run=_in_visit(performed.run)) if is_visited else performed
 
 
 def _in_visit(run: Run) -> Run:
