@@ -16,11 +16,10 @@ from hf_gpipe.checkpoint.writer import CheckpointWriter, check_not_quantised
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import NOT_SET, Shards, treats_elements_alone
-from hf_gpipe.runtime.ties import Ties
+from hf_gpipe.runtime.ties import SharedParameters, Ties
 
 
 class StageParameters:
@@ -33,7 +32,7 @@ class StageParameters:
         of_workers: of each worker of this process the stages that it runs; of dealt ones all, whoever updates them.
         shares_updates: whether replicas share the updates of an optimizer.
         seed: of dropout, and of weights that a checkpoint does not have.
-        homes: of dealt stages; None: the stages are this process's own.
+        shared: as of `Ties`.
 
     Attributes:
         ties: between stages.
@@ -49,11 +48,11 @@ class StageParameters:
         of_workers: Sequence[Mapping[int, StageModel]],
         shares_updates: bool,
         seed: int,
-        homes: Homes | None = None,
+        shared: SharedParameters | None = None,
     ) -> None:
         self.adapter, self.models, self.world = adapter, models, world
         self._of_workers = of_workers
-        self.ties = Ties(models, world, homes)
+        self.ties = Ties(models, world, shared)
         self.replicas = Replicas(models, self.ties, world)
         self.trainable = TrainableLayers.of(adapter, models, world)
         self.seed, self._shares_updates = seed, shares_updates

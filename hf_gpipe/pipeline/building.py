@@ -23,7 +23,6 @@ from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         )
     ranks, visitors = world.worker_ranks(config.division), config.visits.offload_weights
     kernels = kernels_of(adapter.reference) if config.liger.use_liger_kernel else {}
-    homes = Homes(world) if world.placement.is_dealt else None
-    building = Building(decision, weights, seed, ranks, homes, {worker: {} for worker in world.workers})
+    building = Building(decision, weights, seed, ranks, run_by={worker: {} for worker in world.workers})
     modes: dict[str, ModeBuilder] = {name: mode.Builder(building) for name, mode in parts_of_modes("building").items()}
     for stage, layers in enumerate(decision.partition):
         for mode in modes.values():
@@ -68,15 +66,13 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
                 model.compile_blocks(config.compiled.backend)
             model.overlap_sums()
         for mode in modes.values():
-            mode.assembled(made)
-        if homes is not None:
-            homes.add(stage, made)
+            mode.assembled(stage, made)
     models = building.models = {n: building.run_by[worker][n] for n, worker in world.own_workers.items()}
     for mode in modes.values():
         mode.add()
     of_workers = [*building.run_by.values()]
     parameters = building.parameters = StageParameters(
-        adapter, models, world, of_workers, bool(config.shared_updates.zero), seed, homes
+        adapter, models, world, of_workers, bool(config.shared_updates.zero), seed, building.shared
     )
     for mode in modes.values():
         mode.check()

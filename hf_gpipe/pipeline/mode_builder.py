@@ -14,9 +14,9 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import Weights
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import ModeState, Rows
+from hf_gpipe.runtime.ties import SharedParameters
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Building:
         weights: where they come from.
         seed: of weights that are initialised.
         ranks: among which layers are divided; None: they are whole.
-        homes: of dealt stages; None: stages are not dealt.
+        shared: the parameters of these stages, where a mode lets processes share their memory.
         run_by: the stages that each worker of this process runs.
         models: the stages that this process owns.
         parameters: of these stages, once they are assembled.
@@ -37,7 +37,7 @@ class Building:
     weights: Weights
     seed: int
     ranks: ProcessRanks | None = None
-    homes: Homes | None = None
+    shared: SharedParameters | None = None
     run_by: dict[int, dict[int, StageModel]] = field(default_factory=dict)
     models: dict[int, StageModel] = field(default_factory=dict)
     parameters: StageParameters = field(init=False)
@@ -57,7 +57,7 @@ class ModeBuilder:
         """The layers of a stage that are assembled."""
         return layers
 
-    def assembled(self, models: Mapping[int, StageModel]) -> None:
+    def assembled(self, number: int, models: Mapping[int, StageModel]) -> None:
         """Called for each stage, before the next is assembled, with its models by worker."""
 
     def add(self) -> None:

@@ -11,14 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.mesh import Mesh
+
+
+class SharedParameters(Protocol):
+    """Parameters and gradients in memory that all processes share, where a tied parameter has no copies."""
+
+    def begin(self) -> None:
+        """Before a step of training: put the gradients that `.grad` has, or none, into the memory."""
+
+    def meet(self) -> None:
+        """Wait until every process has updated its weights."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +60,13 @@ class Ties:
     """The shared parameters of a pipeline. Every process must create it, because all create the process groups.
 
     Args:
-        homes: the homes of dealt stages, where a tied parameter has one home and no copies. None: stages are not dealt.
+        shared: where the parameters are, if processes share their memory; None: each has its own.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], world: Mesh, homes: Homes | None = None) -> None:
-        self._homes = homes
+    def __init__(self, models: Mapping[int, StageModel], world: Mesh, shared: SharedParameters | None = None) -> None:
+        self._shared = shared
         #: Parameters with a copy on another device of this process: (the lowest stage's, its copy).
-        self._local_ties = [] if homes else share_within_process(models)
+        self._local_ties = [] if shared else share_within_process(models)
         self._rank = world.rank
         self._holds_values = self._copies_are_fresh = False
         mine = {
@@ -86,7 +96,7 @@ class Ties:
         groups: dict[tuple[tuple[int, str], ...], dist.ProcessGroup] = {}
         for name in sorted(holders):
             lowest = {process: stage for stage in reversed(holders[name]) for process in replicas[stage]}
-            if len(holders[name]) == 1 or len(lowest) == 1 or homes is not None:
+            if len(holders[name]) == 1 or len(lowest) == 1 or shared is not None:
                 continue
             self.names.add(name)
             # NCCL has a communicator for each group and device. With one device of a process in a group, all its
@@ -107,8 +117,8 @@ class Ties:
 
     def begin(self) -> None:
         """Before a step of training, move gradients of earlier steps to where this step adds its gradients."""
-        if self._homes is not None:
-            self._homes.begin()
+        if self._shared is not None:
+            self._shared.begin()
 
     def leave_out(self, parameters: Set[torch.nn.Parameter]) -> None:
         """Leave out parameters that never change, whose copies need no refresh. Every process must call it alike."""
@@ -149,8 +159,8 @@ class Ties:
         if self._holds_values and self._copies_are_fresh:
             return
         self._copies_are_fresh = True
-        if self._homes is not None:
-            self._homes.meet()
+        if self._shared is not None:
+            self._shared.meet()
         for tie in self._ties:
             for piece in tie.pieces(tie.parameter.data):
                 dist.broadcast(piece, src=tie.owners[0], group=tie.group)

@@ -140,7 +140,7 @@ class WaitingVisits:
             self._adding.remove(stage)
         del self._there[stage]
 
-    def way_home(self) -> Callable[[], None]:
+    def wait_for_host(self) -> Callable[[], None]:
         return partial(wait_until, self._out_free)
 
     def finish(self) -> None:

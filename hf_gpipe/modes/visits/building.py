@@ -8,6 +8,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.key import DealtStages
 from hf_gpipe.modes.visits.runtime import State
+from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
 from hf_gpipe.pipeline.decision import Decision, check_draws_alike
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder, check_no_batch_norm
@@ -24,18 +25,22 @@ class Builder(ModeBuilder):
         super().__init__(building)
         decision = building.decision
         _check_dealt(decision)
+        self._memory = SharedMemory(decision.world) if decision.world.placement.is_dealt else None
+        building.shared = self._memory
         if visitors := decision.config.visits.offload_weights:
             check_visits(decision.full_table, are_trained=visitors == "all")
 
-    def assembled(self, models: Mapping[int, StageModel]) -> None:
+    def assembled(self, number: int, models: Mapping[int, StageModel]) -> None:
         """One stage after another, for together they may not fit."""
         visitors = self.building.decision.config.visits.offload_weights
         if visitors:
             for model in models.values():
-                leave_on_host(model, visitors, is_shared=self.building.homes is not None)
+                leave_on_host(model, visitors, is_shared=self._memory is not None)
+        if self._memory is not None:
+            self._memory.add(number, models)
 
     def check(self) -> None:
-        if self.building.homes is not None:
+        if self._memory is not None:
             check_no_batch_norm(self.building.decision)
 
     def state(self, rows: Rows) -> State | None:
@@ -44,7 +49,7 @@ class Builder(ModeBuilder):
         visitors = building.decision.config.visits.offload_weights
         if not visitors:
             return None
-        visits = {w: VisitingWeights(models, visitors, building.homes) for w, models in building.run_by.items()}
+        visits = {w: VisitingWeights(models, visitors, self._memory) for w, models in building.run_by.items()}
         if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
             raise UserError(
                 "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
@@ -52,7 +57,7 @@ class Builder(ModeBuilder):
             )
         frozen = {p for own in visits.values() for p in own.parameters if not p.requires_grad}
         building.parameters.ties.leave_out(frozen)
-        return State(rows, visits, connect_relays(world), building.homes, world.own_workers)
+        return State(rows, visits, connect_relays(world), self._memory, world.own_workers)
 
 
 def _check_dealt(decision: Decision) -> None:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.modes.visits.weights import VisitingWeights
 from hf_gpipe.runtime.channel import Channel
-from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.performing import perform, update
 from hf_gpipe.runtime.step import Message, ModeState, Performed, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.runtime.timing import ActionTime
@@ -27,7 +27,7 @@ class State(ModeState):
     Args:
         visits: by worker; none where no weights visit.
         relays: the channels of `edges.connect_relays`, where stages are dealt.
-        homes: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
+        memory: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
         owners: the worker of each stage that this process owns.
     """
 
@@ -36,11 +36,11 @@ class State(ModeState):
         rows: Rows,
         visits: Mapping[int, VisitingWeights] | None = None,
         relays: Mapping[tuple[int, int, int], Channel] | None = None,
-        homes: Homes | None = None,
+        memory: SharedMemory | None = None,
         owners: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(rows)
-        self.visits, self._relays, self.homes, self._owners = visits or {}, relays or {}, homes, owners or {}
+        self.visits, self._relays, self.memory, self._owners = visits or {}, relays or {}, memory, owners or {}
         self.channels = [*self._relays.values()]
 
     def message(self, source: Action, consumer: Action, sender: int, receiver: int) -> Message | None:
@@ -53,8 +53,8 @@ class State(ModeState):
         """Wait until all gradients of visiting weights are in CPU memory, for dealt stages those of all workers."""
         for visits in self.visits.values():
             visits.finish()
-        if self.homes is not None:
-            self.homes.collect()
+        if self.memory is not None:
+            self.memory.collect()
 
     def reset(self) -> None:
         for visits in self.visits.values():
@@ -92,7 +92,7 @@ def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
     if not planned.sent:
         return {}
     done = {"done": torch.ones(1, dtype=torch.uint8)}
-    if (wait := visits.way_home()) is None:
+    if (wait := visits.wait_for_host()) is None:
         return done
     step.send_after(wait, planned, done)
     return {}
@@ -107,7 +107,7 @@ def _await_host_updates(step: Step, planned: Planned) -> None:
 def _update_in_background(step: Step, planned: Planned) -> None:
     """Update a dealt stage in a background thread, once its gradients are in CPU memory, while the loop goes on."""
     state = _state(step)
-    ways = [wait for visits in state.visits.values() if (wait := visits.way_home()) is not None]
+    ways = [wait for visits in state.visits.values() if (wait := visits.wait_for_host()) is not None]
 
     def update_stage() -> None:
         assert step.update_stage is not None, "a table with H needs update_stage"
@@ -116,8 +116,8 @@ def _update_in_background(step: Step, planned: Planned) -> None:
             wait()
         for incoming in planned.received_in_background:
             incoming.channel.receive(incoming.key)
-        if state.homes is not None:
-            state.homes.collect_stage(planned.action.stage)
+        if state.memory is not None:
+            state.memory.collect_stage(planned.action.stage)
         begun = time.perf_counter()
         step.update_stage(planned.action.stage, planned.action.step)
         if step.timer is not None:

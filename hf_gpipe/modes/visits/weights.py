@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.runtime.memory import ALIGNMENT, aligned
 from hf_gpipe.settings.mode import Visitors
 
@@ -55,7 +55,7 @@ class _Loaded:
 def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = False) -> None:
     """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
 
-    Those of dealt stages, which workers share, are then moved to their homes (`hf_gpipe.runtime.homes`).
+    Those of dealt stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`).
 
     Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
     """
@@ -80,7 +80,7 @@ class VisitingWeights:
     Args:
         models: these stages, by number, after `leave_on_host`.
         visitors: as there.
-        homes: of dealt stages, all of whose weights visit; None: the stages are this process's own.
+        memory: of dealt stages, all of whose weights visit; None: the stages are this process's own.
 
     Attributes:
         hosted_bytes: of these weights, of each stage.
@@ -88,15 +88,15 @@ class VisitingWeights:
     """
 
     def __init__(
-        self, models: Mapping[int, StageModel], visitors: Visitors = "frozen", homes: Homes | None = None
+        self, models: Mapping[int, StageModel], visitors: Visitors = "frozen", memory: SharedMemory | None = None
     ) -> None:
-        if homes is None:
+        if memory is None:
             self._visiting = {stage: _visiting(model, visitors) for stage, model in models.items()}
         else:
             self._visiting = {stage: _parameters(model) for stage, model in models.items()}
-        self._homes = homes
-        #: The homes of the gradients of dealt stages.
-        self._gradients = {} if homes is None else {n: homes.gradients(n, model) for n, model in models.items()}
+        self._memory = memory
+        #: The shared memory of the gradients of dealt stages.
+        self._gradients = {} if memory is None else {n: memory.gradients(n, model) for n, model in models.items()}
         self._models = models
         self._devices = {stage: model.device for stage, model in models.items()}
         self.hosted_bytes = {stage: sum(aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
@@ -138,7 +138,7 @@ class VisitingWeights:
                 is_copied = stream.record_event()
         else:
             _copy(weights, homes)
-        if buffer.is_free is not None or self._homes is not None:
+        if buffer.is_free is not None or self._memory is not None:
             for parameter in homes:
                 if parameter.grad is not None:
                     earlier[parameter], parameter.grad = parameter.grad, None
@@ -154,7 +154,7 @@ class VisitingWeights:
                 must be there.
         """
         loaded = self._there[stage]
-        if adds_gradients and not loaded.adds_gradients and self._homes is not None:
+        if adds_gradients and not loaded.adds_gradients and self._memory is not None:
             loaded.adds_gradients = True
             self._fetch_gradients(stage)
         if loaded.is_copied is not None:
@@ -172,7 +172,7 @@ class VisitingWeights:
         device, loaded = self._devices[stage], self._there.pop(stage)
         if (weight_gradients := self._models[stage].weight_gradients) is not None:
             weight_gradients.forget()
-        if self._homes is not None:
+        if self._memory is not None:
             self._give_gradients(stage, loaded)
         elif device.type == "cuda":
             gradients = {p: p.grad for p in loaded.homes if p.grad is not None}
@@ -205,8 +205,8 @@ class VisitingWeights:
                 parameter.grad = value
         elif there:
             stream = self._stream(device, "in")
-            assert self._homes is not None, "the stage is dealt"
-            if (given := self._homes.given.get(stage)) is not None:
+            assert self._memory is not None, "the stage is dealt"
+            if (given := self._memory.given.get(stage)) is not None:
                 stream.wait_event(given)
             for parameter, value in there.items():
                 parameter.grad = torch.empty_like(value, device=device)
@@ -231,8 +231,8 @@ class VisitingWeights:
                     for parameter, home in gradients.items():
                         assert parameter.grad is not None
                         home.value.copy_(parameter.grad, non_blocking=True)
-                assert self._homes is not None, "the stage is dealt"
-                self._homes.given[stage] = self._leave(device, [p.grad for p in gradients])
+                assert self._memory is not None, "the stage is dealt"
+                self._memory.given[stage] = self._leave(device, [p.grad for p in gradients])
         for parameter, home in gradients.items():
             gradient = parameter.grad
             assert gradient is not None
@@ -261,7 +261,7 @@ class VisitingWeights:
             _, has_left = self._leaving.pop(device)
             torch.cuda.current_stream(device).wait_event(has_left)
 
-    def way_home(self) -> Callable[[], None] | None:
+    def wait_for_host(self) -> Callable[[], None] | None:
         """Function that waits until the gradients of the visits that are over are on the host, and that any thread may
         call; None: they are there."""
         leaving = [stream.record_event() for (_, way), stream in self._streams.items() if way == "out"]
@@ -276,7 +276,7 @@ class VisitingWeights:
 
     def finish(self) -> None:
         """Wait until the gradients of a step are on the host, and add those that were there before."""
-        if (wait := self.way_home()) is not None:
+        if (wait := self.wait_for_host()) is not None:
             wait()
         self._leaving.clear()
         for parameter, gradient in self._added:

@@ -1,8 +1,9 @@
-"""The weights and gradients of dealt stages: one home for each in CPU memory, which all workers share.
+"""The weights and gradients of dealt stages: one place for each in CPU memory, which all workers share.
 
-Each worker has a model of every stage, whose parameters are views of the homes between visits. The process that owns a
-stage makes their memory and updates them. Processes of one machine map the same memory. A weight that several stages
-use has one home, on the lowest of them. A gradient has a home for each stage, because two stages may add at one time.
+Each worker has a model of every stage, whose parameters are views of this memory between visits. The process that owns
+a stage makes the memory of its parameters and updates them. Processes of one machine map the same memory. A weight that
+several stages use is there once, on the lowest of them. A gradient is there for each stage, because two stages may add
+at one time.
 
 All processes meet twice in a step: before it begins, when no weight changes any more, and before its update, when all
 gradients have arrived. Where stages are updated during backwards, each update waits for its own gradients instead.
@@ -30,7 +31,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Gradient:
-    """The home of the gradient of a parameter in one stage.
+    """The memory of the gradient of a parameter in one stage.
 
     Attributes:
         value: of the parameter's shape.
@@ -41,17 +42,17 @@ class Gradient:
     is_there: torch.Tensor
 
 
-class Homes:
-    """The homes of the weights and gradients of this process's pipeline. Every process creates it.
+class SharedMemory:
+    """The memory of the weights and gradients of this process's pipeline. Every process creates it.
 
     Stages are added one after another, so that a process has the weights of one stage twice for a while, and no more.
     """
 
     def __init__(self, world: Mesh) -> None:
         self._world = world
-        self._crew = world.placement.crew_of(world.worker)
-        self._is_shared = len({world.placement.ranks_of(worker) for worker in self._crew}) > 1
-        #: The event after which the gradients of a stage's last visit in this process are at home, by stage, on CUDA.
+        self._peers = world.placement.crew_of(world.worker)
+        self._is_shared = len({world.placement.ranks_of(worker) for worker in self._peers}) > 1
+        #: The event after which the gradients of a stage's last visit in this process are there, by stage, on CUDA.
         self.given: dict[int, torch.cuda.Event] = {}
         self._weights: dict[str, torch.Tensor] = {}
         self._gradients: dict[tuple[int, str], Gradient] = {}
@@ -61,7 +62,7 @@ class Homes:
         self._is_collected = False
 
     def add(self, stage: int, models: Mapping[int, StageModel]) -> None:
-        """Move the weights of a stage to their homes. Every process calls it, with the next stage.
+        """Move the weights of a stage to shared memory. Every process calls it, with the next stage.
 
         Args:
             models: of the stage, of each worker of this process.
@@ -81,7 +82,7 @@ class Homes:
                 sizes.append(aligned(parameter.nbytes))
             if parameter.requires_grad:
                 sizes.append(aligned(parameter.nbytes) + ALIGNMENT)
-        owner = next(own for own in placement.workers[stage] if own in self._crew)
+        owner = next(own for own in placement.workers[stage] if own in self._peers)
         memory = self._memory(sum(sizes), placement.ranks_of(owner)[0])
         is_owner, start = owner in self._world.workers, 0
 
@@ -93,10 +94,10 @@ class Homes:
         for name, parameter in first.parameters.items():
             if name in moved:
                 value = moved[name]
-                home = piece(value.nbytes).view(value.dtype).view(value.shape)
+                place = piece(value.nbytes).view(value.dtype).view(value.shape)
                 if is_owner:
-                    home.copy_(value)
-                self._weights[name] = home
+                    place.copy_(value)
+                self._weights[name] = place
             elif name not in self._weights and not self._is_shared:
                 self._weights[name] = parameter.data
             if parameter.requires_grad:
@@ -111,26 +112,26 @@ class Homes:
                     self._own[stage, name] = parameter
 
     def gradients(self, stage: int, model: StageModel) -> dict[nn.Parameter, Gradient]:
-        """The homes of the gradients of a stage, by the parameters of one of its models."""
+        """The memory of the gradients of a stage, by the parameters of one of its models."""
         return {p: self._gradients[stage, n] for n, p in model.parameters.items() if p.requires_grad}
 
     def begin(self) -> None:
-        """Before a step of training: put the gradients that `.grad` has, or none, into their homes."""
+        """Before a step of training: put the gradients that `.grad` has, or none, into shared memory."""
         self._is_collected = False
         for (stage, name), parameter in self._own.items():
-            home, gradient = self._gradients[stage, name], parameter.grad
+            place, gradient = self._gradients[stage, name], parameter.grad
             parameter.grad = None
             if stage != self._stages_of[name][0]:
                 # The process that updates the weight may still read it, for the step before.
                 continue
-            if gradient is not None and gradient.data_ptr() != home.value.data_ptr():
-                home.value.copy_(gradient)
-            home.is_there.fill_(gradient is not None)
+            if gradient is not None and gradient.data_ptr() != place.value.data_ptr():
+                place.value.copy_(gradient)
+            place.is_there.fill_(gradient is not None)
             for other in self._stages_of[name][1:]:
                 self._gradients[other, name].is_there.zero_()
 
     def collect(self) -> None:
-        """Once the gradients of this process's visits are at home: wait until those of all are, and give them to the
+        """Once the gradients of this process's visits are there: wait until those of all are, and give them to the
         parameters that this process updates. Later calls in the same step do nothing."""
         if self._is_collected:
             return
@@ -140,27 +141,27 @@ class Homes:
             self._give(stage)
 
     def collect_stage(self, stage: int) -> None:
-        """Collect the gradients of a stage that this process updates, once they and those of all later stages are at
-        home. In such a step every process collects each of its stages so."""
+        """Collect the gradients of a stage that this process updates, once they and those of all later stages are
+        there. In such a step every process collects each of its stages so."""
         self._is_collected = True
         self._give(stage)
 
     def _give(self, stage: int) -> None:
         """Give a stage's parameters their gradients; those of tied ones are added up in the lowest stage."""
         for (owner, name), parameter in self._own.items():
-            stages, home = self._stages_of[name], self._gradients[owner, name]
+            stages, place = self._stages_of[name], self._gradients[owner, name]
             if owner != stage or stage != stages[0]:
                 continue
             for other in stages[1:]:
                 more = self._gradients[other, name]
                 if not more.is_there:
                     continue
-                if home.is_there:
-                    home.value.add_(more.value)
+                if place.is_there:
+                    place.value.add_(more.value)
                 else:
-                    home.value.copy_(more.value)
-                    home.is_there.fill_(1)
-            parameter.grad = home.value if home.is_there else None
+                    place.value.copy_(more.value)
+                    place.is_there.fill_(1)
+            parameter.grad = place.value if place.is_there else None
 
     def meet(self) -> None:
         """Wait until every process has updated its weights."""
