@@ -5,7 +5,7 @@
     python scripts/families.py --check          all, and whether hf_gpipe/adapters/families.py says the same
 
 A tiny model of the architecture's default configuration, in 3 stages and in one stage a layer, with 2 micro-batches,
-is compared with the plain model (hf_gpipe/model/exactness.py), a mixture of experts that has an auxiliary loss
+is compared with the plain model (hf_gpipe/pipeline/exactness.py), a mixture of experts that has an auxiliary loss
 with and without that loss. Options that not every family has, such as rows in chunks, are compared in the same way.
 """
 
@@ -37,10 +37,10 @@ from hf_gpipe.adapters.image_text import FORMS
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.clone import turn_randomness_off
-from hf_gpipe.model.exactness import CloneError, compare
-from hf_gpipe.model.tensor_parallel import verify_division
+from hf_gpipe.pipeline.exactness import CloneError, compare
+from hf_gpipe.pipeline.probe import PROBE
+from hf_gpipe.pipeline.variant import Variant, in_chunks
 from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.settings.division import Division
@@ -150,7 +150,7 @@ def _verified(check: Callable[[TextAdapter], str | None], config: PreTrainedConf
 
 def _divided(adapter: TextAdapter) -> str:
     """The share of the parameters that each of two ranks has."""
-    verify_division(adapter, Division(2))
+    PROBE.require(adapter, Variant(ranks=2))
     layers = (ModelLayers(adapter, Division(size)) for size in (1, 2))
     whole, part = (sum(parameters.count for parameters in own.sizes.values()) for own in layers)
     return f"{part / whole:.2f}"
@@ -158,7 +158,7 @@ def _divided(adapter: TextAdapter) -> str:
 
 def _in_chunks(adapter: TextAdapter, *, packing: bool = False) -> None:
     check_chunks(adapter, is_loss_of_tokens=True, packing=packing)
-    verify_chunks(adapter, packing=packing)
+    PROBE.require(adapter, in_chunks(packing=packing, recomputes_blocks=False))
 
 
 #: The options that not every exact family has, and what compares a tiny clone with and without.

@@ -31,7 +31,8 @@ def warm_up() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from hf_gpipe.adapters import adapter_for
-    from hf_gpipe.model.steps import split_step
+    from hf_gpipe.pipeline.clone_steps import split_step
+    from hf_gpipe.pipeline.variant import Variant
     from tests.oracle import padded_batch, plain_model, run_plain, tiny_config
 
     torch.set_num_threads(1)
@@ -41,7 +42,7 @@ def warm_up() -> None:
             config = tiny_config(family)
             model, batch = plain_model(config), padded_batch(config)
             run_plain(model, batch, 2)
-            split_step(model, adapter_for(config, torch.float64, "eager"), batch, 2)
+            split_step(model, adapter_for(config, torch.float64, "eager"), batch, Variant(2))
         for family, dropout, dtype in product(FAMILIES, (0.0, 0.1, 0.2), (torch.float32, torch.float64)):
             adapter_for(tiny_config(family, dropout=dropout), dtype)
 

@@ -36,8 +36,9 @@ from hf_gpipe.adapters.observation.structure import unlike_default
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.commands import check
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.model import exactness
-from hf_gpipe.model.exactness import CloneError, compare
+from hf_gpipe.pipeline import exactness
+from hf_gpipe.pipeline.exactness import CloneError, compare
+from hf_gpipe.pipeline.variant import Variant
 from tests.oracle import plain_model
 from tests.versions import OLD_TRANSFORMERS, needs_mended_doge
 
@@ -108,8 +109,8 @@ def test_what_a_pipeline_does_not_support_is_not_exact(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.packing=true", "rows cannot be packed"),
-        ("pipeline.sequence_chunks=2", "rows cut into chunks"),
+        ("training.packing=true", "documents in one row change each other's logits"),
+        ("pipeline.sequence_chunks=2", "leave sequence_chunks out"),
     ],
 )
 def test_what_a_recipe_asks_for_is_checked(
@@ -222,7 +223,7 @@ def test_a_configuration_that_runs_other_code_than_the_default_is_compared(
         needs_mended_doge()
     assert [name for name in unlike_default(config) if name != "is_gated_act"] == odd
     compared: list[str] = []
-    monkeypatch.setattr("hf_gpipe.model.opening.verify", lambda adapter: compared.append(adapter.config.model_type))
+    monkeypatch.setattr("hf_gpipe.pipeline.probe.verify", lambda adapter, how: compared.append(str(how)))
     Pipeline(tiny_config(config), 2)
     assert len(compared) == bool(odd)
 
@@ -236,7 +237,7 @@ def test_equal_clones_of_a_listed_family_are_compared_once(monkeypatch: pytest.M
         config = LlamaConfig(
             hidden_size=width, intermediate_size=16, num_attention_heads=2, mlp_bias=True, rope_theta=7.0
         )
-        exactness.verify(adapter_for(config))
+        exactness.verify(adapter_for(config), Variant())
     assert len(calls) == 1
 
 
@@ -333,7 +334,7 @@ def test_a_schedule_with_i_and_w_is_checked_with_them(monkeypatch: pytest.Monkey
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
     )
     assert compare(config, (3,), splits_backward=True).is_exact
-    monkeypatch.setattr("hf_gpipe.pipeline.decision.is_known_exact", lambda adapter: False)
+    monkeypatch.setattr("hf_gpipe.pipeline.probe.is_known_exact", lambda adapter: False)
     monkeypatch.setattr(Product, "add", lambda self: None)
     Pipeline(config, 2, 2, "1f1b")
     with pytest.raises(UnsupportedModelError, match=r"schedule that has I and W .*gradients of other parameters"):

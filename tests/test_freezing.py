@@ -21,7 +21,7 @@ from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.losses.loss import PLAIN
 from hf_gpipe.model.clone import Batch, padded_batch
-from hf_gpipe.model.steps import MICRO_BATCHES, Step, plain_step
+from hf_gpipe.model.reference import MICRO_BATCHES, Step, plain_step
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import make_optimizer

@@ -23,7 +23,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.kept_state import KeptState, observe_kept
 from hf_gpipe.adapters.observation.tiny import LENGTH_LIMIT, tiny_config
 from hf_gpipe.errors import DataError, UnsupportedModelError
-from hf_gpipe.model.exactness import compare
+from hf_gpipe.pipeline.exactness import compare
 from scripts.random_cases.in_float64 import in_float64
 from tests.oracle import Batch, Result, assert_same, plain_model, run_pipeline, run_plain
 

@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.adapters.modules.kernels import kernels_of, put_kernels
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.model import exactness
+from hf_gpipe.model import clone
 from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 from tests.training.toy import arguments
 
@@ -77,7 +77,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "hf_gpipe.libraries.liger", raising=False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(exactness, "_compared", {})
+    monkeypatch.setattr(clone, "_compared", {})
     return stand_in
 
 

@@ -19,7 +19,7 @@ from hf_gpipe.adapters.packing import as_rows, balanced, packed_parts
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.model.clone import Batch, exact_clone, padded_batch
-from hf_gpipe.model.steps import Step, plain_step
+from hf_gpipe.model.reference import Step, plain_step
 from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.micro_batch import MicroBatch

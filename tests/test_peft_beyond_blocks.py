@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.clone import padded_batch as any_batch
-from hf_gpipe.model.steps import plain_step
+from hf_gpipe.model.reference import plain_step
 from tests.adapters.test_families import clone
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config

@@ -14,7 +14,7 @@ import transformers
 
 from hf_gpipe.adapters import stubs
 from hf_gpipe.adapters.observation.tiny import tiny_config
-from hf_gpipe.model.steps import Step
+from hf_gpipe.model.reference import Step
 from hf_gpipe.schedule.validate import check_table
 from scripts.families import default_config
 from scripts.random_cases.draw import Case, draw, families, random_table

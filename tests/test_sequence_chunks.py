@@ -20,7 +20,7 @@ from hf_gpipe.adapters.attention.lower_right import LowerRightMask
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.clone import Batch, exact_clone
-from hf_gpipe.model.steps import Step, plain_step
+from hf_gpipe.model.reference import Step, plain_step
 from hf_gpipe.runtime.chunks import borders_of
 from hf_gpipe.schedule import DEALT, IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import Held
@@ -65,7 +65,7 @@ def rows(num_rows: int, length: int, padding: str = "right") -> Batch:
 
 def unverified() -> Any:
     """Context manager that spares a model the comparison of its clone, which takes longer than the test's own."""
-    return patch("hf_gpipe.pipeline.decision.verify_chunks")
+    return patch("hf_gpipe.pipeline.decision.Decision.verify_chunks")
 
 
 def step(pipe: Pipeline, batch: Any) -> Step:
@@ -517,7 +517,7 @@ def test_flash_attention_of_packed_rows_is_an_error() -> None:
 @pytest.mark.parametrize("family", ["bert-generation", "mamba", "bert"])
 def test_a_family_whose_rows_cannot_be_cut_is_an_error(family: str) -> None:
     """Of some the clone fails, and others would silently give other gradients."""
-    with pytest.raises(UnsupportedModelError, match=r"rows cut into chunks|cannot be cut"):
+    with pytest.raises(UnsupportedModelError, match=r"sequence_chunks .*a tiny clone|cannot be cut"):
         Pipeline(exact_clone(default_config(family), torch.float64), 2, 2, sequence_chunks=2)
 
 

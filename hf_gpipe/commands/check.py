@@ -45,9 +45,9 @@ def _check(options: argparse.Namespace) -> int:
 
         from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
         from hf_gpipe.checkpoint.configuration import read_config
-        from hf_gpipe.model.exactness import CloneError, compare
         from hf_gpipe.model.opening import guarded_adapter
         from hf_gpipe.model.spec import ModelSpec
+        from hf_gpipe.pipeline.exactness import CloneError, compare
         from hf_gpipe.schedule import SPLIT_SCHEDULES
 
     num_stages, recipe = 3, None

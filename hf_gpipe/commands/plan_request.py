@@ -160,8 +160,9 @@ class PlanRequest:
         teacher, spec = None, teacher_of(recipe)
         if spec is not None:
             from hf_gpipe.model.teacher import open_teacher
+            from hf_gpipe.pipeline.probe import PROBE
 
-            teacher = open_teacher(spec, adapter, _here())
+            teacher = open_teacher(spec, adapter, lambda one: PROBE.open(one, _here()))
         inputs, loss = plan_inputs(recipe, workload_of(recipe, adapter.config)), loss_of(recipe).planned
         if self.table is not None:
             inputs = replace(inputs, tables={recipe.pipeline.schedule: self.table})

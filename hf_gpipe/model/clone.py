@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import IGNORED_LABEL, build_adapter
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter, build_adapter, is_listed
 from hf_gpipe.adapters.image_text import FORMS, example_batch
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.text_entries import text_entries
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
+from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.libraries.torch import AnyDropout
 from hf_gpipe.libraries.transformers import attention_implementation, with_eager_experts
+from hf_gpipe.libraries.verified import install_advice
 
 ROWS, SOURCE_LENGTH, TARGET_LENGTH = 4, 9, 7
+#: Together longer than the tables of positions of tiny clones: only a document must not be longer.
+PACKED_LENGTHS = (30, 25, 20)
 
 Batch = dict[str, torch.Tensor]
+Result = TypeVar("Result")
+
+#: The result of each comparison of a clone that was made in this process, or the error.
+_compared: dict[str, Any] = {}
+
+
+def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]) -> Result:
+    """The result of a comparison, which is made once in a process for equal clones of listed families.
+
+    Its error says which versions of libraries hf_gpipe was not tested with, if any.
+
+    Args:
+        adapter: the model's.
+        what: names the comparison and its options.
+        compare: makes it.
+
+    Raises:
+        UnsupportedModelError: the comparison raises it.
+    """
+    config = adapter.given_config
+    tiny = tiny_config(config).to_json_string(use_diff=False)
+    trusts = adapter.blueprint.trust_remote_code
+    identity = f"{what} {adapter.compared_class} {type(config).__qualname__} {trusts} {tiny}"
+    result = _compared.get(identity)
+    if result is None:
+        try:
+            with torch.random.fork_rng(devices=[]):  # the process goes on as if nothing had been drawn
+                result = compare()
+        except UnsupportedModelError as error:
+            result = error
+            if advice := install_advice():
+                result = UnsupportedModelError(f"{error}{advice}")
+                result.__cause__ = error
+        if is_listed(config):
+            _compared[identity] = result
+    if isinstance(result, UnsupportedModelError):
+        raise result
+    return cast(Result, result)
 
 
 def exact_clone(
@@ -93,6 +136,18 @@ def padded_batch(model: PreTrainedModel, *, with_images: bool = True) -> Batch:
     if not model.config.is_encoder_decoder:
         labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
     return text_entries(ids, mask, labels)
+
+
+def packed_documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
+    """Documents of unlike lengths, as of `Adapter.packed`."""
+    ids = token_ids(padded_batch(model, with_images=False)).flatten().repeat(PACKED_LENGTHS[0])
+    # Longer ones than the limit of rotary embeddings are not packed.
+    limit = adapter.padding_matters_beyond
+    lengths = [min(size, limit - place) if limit else size for place, size in enumerate(PACKED_LENGTHS)]
+    sources = [ids[size : 2 * size] for size in lengths]
+    if not adapter.target_keys:
+        return [{"position_ids": torch.arange(len(ids)), **text_entries(ids, labels=ids)} for ids in sources]
+    return [text_entries(source, labels=other) for source, other in zip(sources, reversed(sources), strict=True)]
 
 
 def narrowed(batch: Batch, width: int | None) -> Batch:

@@ -13,8 +13,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.save import publish, write_configuration, write_shard
 from hf_gpipe.errors import listed, one_line
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.clone import clone_of
-from hf_gpipe.model.exactness import compared_once
+from hf_gpipe.model.clone import clone_of, compared_once
 from hf_gpipe.partition import partition
 
 _STAGES = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ from hf_gpipe.checkpoint.weight_files import dtype_of_weights
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.libraries.transformers import GENERATION_CONFIG_NAME, attention_implementation
 from hf_gpipe.libraries.verified import unverified
-from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.files import verify_files
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 
@@ -90,19 +90,20 @@ def open_chain(spec: ModelSpec, module: nn.Module, example: Shapes, device: torc
     return chain
 
 
-def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
+def open_model(spec: ModelSpec, device: torch.device, verify: Callable[[TextAdapter], None] | None = None) -> Adapter:
     """Read and check a model that reads text, without its weights.
 
     Args:
         spec: of the model.
         device: where this process computes.
+        verify: raises UnsupportedModelError unless a tiny clone of the model in stages is exact; None: it is not run.
 
     Raises:
         UserError: the model cannot be split exactly, differs from its configuration, or does not fit the options.
     """
     model, adapter = spec.model, guarded_adapter(spec, device)
     layers = tuple(name for layer in adapter.layers for name in layer.all_modules)
-    if not is_known_exact(adapter):
+    if verify is not None and not is_known_exact(adapter):
         verify(adapter)
     if unverified():
         verify_files(adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,7 @@ from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
-from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -41,7 +39,6 @@ class Teacher:
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
         config.check_beside("teacher")
-        check_division(adapter, Division(config.division.num_ranks))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
     def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageModel]:
@@ -65,13 +62,13 @@ class Teacher:
         return self.adapter.carry_dtype(self.partition[stage][0], name)
 
 
-def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Adapter:
+def open_teacher(spec: ModelSpec, student: Adapter, open_model: Callable[[ModelSpec], Adapter]) -> Adapter:
     """The adapter of a teacher. The student's then keeps the columns of padding on which the teacher depends, too.
 
     Args:
         spec: of the teacher.
         student: the model that is trained.
-        device: where this process computes.
+        open_model: reads and checks a model that reads text.
 
     Raises:
         UserError: the two models do not fit.
@@ -80,7 +77,7 @@ def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Ada
         raise UserError("teacher: it has PEFT adapters; merge them into the model first, by hf-gpipe merge")
     if isinstance(spec.model, PreTrainedConfig):
         raise UserError("teacher: a configuration has no weights; give a model, or the path of one")
-    adapter = open_model(spec, device)
+    adapter = open_model(spec)
     for name, model in (("teacher", adapter), ("model", student)):
         what = f"{name}: {type(model.reference).__name__}"
         if type(model) is not DecoderOnly:

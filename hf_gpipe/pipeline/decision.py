@@ -8,23 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from hf_gpipe.adapters import Adapter, is_known_exact
-from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import commit_of
 from hf_gpipe.losses.custom import loss_of
 from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
-from hf_gpipe.model.chunks import verify_chunks
-from hf_gpipe.model.exactness import verify
-from hf_gpipe.model.kernels import verify_kernels
-from hf_gpipe.model.opening import chain_of, open_chain, open_model
-from hf_gpipe.model.packing import verify_packing
+from hf_gpipe.model.opening import chain_of, open_chain
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.pipeline.variant import Probe, Variant, in_chunks
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
@@ -94,6 +90,7 @@ class Decision:
         world: where the stages are.
         table: of the schedule, where it is the file of one, or was made for the plan.
         planning: the planner's inputs.
+        probe: says whether the model can be run as it is asked for.
         teacher: beside the model; None: there is none.
     """
 
@@ -107,10 +104,11 @@ class Decision:
     links: Sequence[str]
     table: Schedule | None
     planning: Planning
+    probe: Probe
     teacher: Teacher | None = None
 
     @classmethod
-    def of(cls, request: PipelineRequest, world: World) -> Decision:
+    def of(cls, request: PipelineRequest, world: World, probe: Probe) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, shapes = request.inputs, tuple[Any, ...]()
         given = request.config
@@ -134,7 +132,7 @@ class Decision:
         # The model without its weights.
         adapter: Adapter
         if chain is None:
-            adapter = open_model(request.model, world.device)
+            adapter = probe.open(request.model, world.device)
         else:
             adapter = open_chain(request.model, chain, shapes, world.device)
         _compare_commit(request.model, adapter)
@@ -144,20 +142,23 @@ class Decision:
         if inputs.packing:
             if not request.loss.is_of_tokens:
                 raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
-            verify_packing(adapter)
+            probe.require(adapter, Variant(packing=True))
         if given.cuts_rows:
             check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
         of_teacher = None
         if request.teacher is not None:
-            of_teacher = open_teacher(request.teacher, adapter, world.device)
+            of_teacher = open_teacher(request.teacher, adapter, lambda spec: probe.open(spec, world.device))
             _compare_commit(request.teacher, of_teacher)
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
-        is_compiled = given.compiled.torch_compile
-        world.from_main(lambda: check_division(adapter, given.division, is_compiled=is_compiled))
+        divided, is_compiled = Variant(ranks=given.division.num_ranks), given.compiled.torch_compile
 
+        def check_divided() -> None:
+            check_division(adapter, given.division, lambda: probe.require(adapter, divided), is_compiled=is_compiled)
+
+        world.from_main(check_divided)
         if given.liger.use_liger_kernel:
-            world.from_main(lambda: verify_kernels(adapter, world.device))
+            world.from_main(lambda: probe.require(adapter, Variant(kernels=world.device)))
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)
@@ -181,16 +182,18 @@ class Decision:
         teacher = None
         if request.teacher is not None and of_teacher is not None:
             teacher = Teacher.of(request.teacher, of_teacher, config)
-        decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, teacher)
-        if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
-            verify(adapter, splits_backward=True)
+            check_division(teacher.adapter, given.division, lambda: probe.require(teacher.adapter, divided))
+        decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, probe, teacher)
+        if decision.full_table.split:
+            probe.require(adapter, Variant(splits_backward=True))
         if config.cuts_rows:
             decision.verify_chunks(packing=inputs.packing)
         return decision
 
     def verify_chunks(self, *, packing: bool) -> None:
         """Raise UnsupportedModelError where rows, or packed rows, cannot be cut into chunks: a tiny clone says so."""
-        verify_chunks(self.adapter, packing=packing, recomputes_blocks="block" in self.config.recompute)
+        recomputes_blocks = "block" in self.config.recompute
+        self.probe.require(self.adapter, in_chunks(packing=packing, recomputes_blocks=recomputes_blocks))
 
     @property
     def is_asynchronous(self) -> bool:

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.peft import without_adapters
-from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss
-from hf_gpipe.model.generating import verify_generation
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
+from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.cutting import Cutting, make_micro_batches
 from hf_gpipe.runtime.edges import Edges
@@ -198,9 +196,9 @@ class Forwards:
         Raises UnsupportedModelError, on every process, where a tiny clone in stages would generate something else.
         """
         check_generates(self.adapter)
-        adapter, num_stages = self.adapter, self.decision.config.num_stages
-        if isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
-            self.world.from_main(lambda: verify_generation(adapter, num_stages))
+        # The clone has as many stages as the model has, but at most three.
+        variant = Variant(min(3, self.decision.config.num_stages), generates=True)
+        self.world.from_main(lambda: self.decision.probe.require(self.adapter, variant))
         models, partition = self.parameters.models, self.decision.partition
         return Generator(self.adapter, partition, models, self.edges, self.world, [*self.executor.modes.values()])
 

@@ -24,6 +24,7 @@ from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.forwards import Forwards
 from hf_gpipe.pipeline.look import html_of, text_of
+from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
 from hf_gpipe.planner.workload import PlanInputs
@@ -204,7 +205,7 @@ class Pipeline:
 
     def _make(self, request: PipelineRequest, world: World) -> None:
         # What is decided: nothing of this takes memory.
-        decision = self.decision = Decision.of(request, world)
+        decision = self.decision = Decision.of(request, world, PROBE)
         self.given, self.config, self.planned = decision.given, decision.config, decision.planned
         self.adapter, self.loss = decision.adapter, decision.loss
         self.world, self.links = decision.world, decision.links

@@ -11,8 +11,8 @@ import torch
 
 from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.errors import UserError
-from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.pipeline.forwards import Forwards
+from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.cutting import make_micro_batches
 from hf_gpipe.runtime.gradient_norm import (
@@ -263,7 +263,7 @@ class Steps:
                     f"overlaps; give num_micro_batches={4 * num_stages}, say, or 'auto' with an example of a mini-batch"
                 )
         if not self._is_packing_verified and any(micro_batch.is_packed for micro_batch in micro_batches):
-            verify_packing(self.adapter)
+            self.decision.probe.require(self.adapter, Variant(packing=True))
             if chunks_of(micro_batches) > 1:
                 self.decision.verify_chunks(packing=True)
             self._is_packing_verified = True

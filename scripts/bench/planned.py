@@ -18,9 +18,9 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import PLAIN, Loss
-from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition
+from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.planner.costs.chunks import each_chunk
 from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
@@ -121,7 +121,7 @@ class Case:
 
     def adapter(self) -> Adapter:
         """Of the model."""
-        return open_model(ModelSpec.of(self.folder or self.config, **self.of_model), torch.device(self.device))
+        return PROBE.open(ModelSpec.of(self.folder or self.config, **self.of_model), torch.device(self.device))
 
     @property
     def inputs(self) -> PlanInputs:

@@ -21,8 +21,8 @@ from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.packing import documents_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.clone import Batch, randomise, turn_randomness_off
-from hf_gpipe.model.exactness import FLOAT32_LOGITS_TOLERANCE
-from hf_gpipe.model.steps import TOLERANCES, Step, plain_run
+from hf_gpipe.model.reference import TOLERANCES, Step, plain_run
+from hf_gpipe.pipeline.exactness import FLOAT32_LOGITS_TOLERANCE
 from hf_gpipe.runtime.cutting import split_rows, split_tokens
 from hf_gpipe.tasks.distil import DistillationLoss
 from scripts.families import default_config

@@ -17,7 +17,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.families import EXACT, REFUSED
 from hf_gpipe.model.clone import Batch, exact_clone, padded_batch
-from hf_gpipe.model.steps import MICRO_BATCHES, Step, plain_step
+from hf_gpipe.model.reference import MICRO_BATCHES, Step, plain_step
 from scripts.families import architectures, default_config
 from tests.checkpoint.test_round_trips import FAMILIES
 from tests.gloo import run_gloo
@@ -90,7 +90,7 @@ def in_pieces(case: str) -> tuple[PreTrainedModel, Pipeline]:
     every_second = CASES.index(case) % 2
     recompute = "block" if every_second and model.supports_gradient_checkpointing else "stage"
     # A variant is compared by the tests here, and its clone, which `Pipeline` would compare, is the same.
-    with patch("hf_gpipe.model.opening.verify") if case in COMPARED_HERE else nullcontext():
+    with patch("hf_gpipe.pipeline.probe.verify") if case in COMPARED_HERE else nullcontext():
         return model, Pipeline(model, num_layers(model), MICRO_BATCHES, recompute=recompute)
 
 

@@ -9,7 +9,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import DataError, StageError, UserError
 from hf_gpipe.model.clone import exact_clone
-from hf_gpipe.model.steps import MICRO_BATCHES, plain_step
+from hf_gpipe.model.reference import MICRO_BATCHES, plain_step
 from scripts.families import default_config
 from tests.adapters.test_families import TOLERANCE, in_stages
 from tests.test_packing import InFloat64

@@ -28,7 +28,7 @@ from hf_gpipe.adapters.observation.skeleton import copy_with_stubs
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.model.clone import padded_batch as model_batch
-from hf_gpipe.model.steps import plain_run
+from hf_gpipe.model.reference import plain_run
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (

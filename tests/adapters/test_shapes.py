@@ -7,7 +7,8 @@ import torch
 
 from hf_gpipe.adapters import Blueprint, build_adapter
 from hf_gpipe.model.clone import exact_clone, padded_batch
-from hf_gpipe.model.steps import stage_models
+from hf_gpipe.pipeline.clone_steps import in_stages
+from hf_gpipe.pipeline.variant import Variant
 from scripts.families import default_config
 
 
@@ -15,7 +16,7 @@ from scripts.families import default_config
 def test_formulas_of_shapes(family: str) -> None:
     model = exact_clone(default_config(family), torch.float32)
     adapter = build_adapter(Blueprint(model.config, torch.float32, "eager", type(model)))
-    models = stage_models(model, adapter, len(adapter.layers))
+    models = in_stages(model, adapter, Variant(None)).parameters.models
     for length in (3, 5):
         batch = {name: tensor[:, :length] for name, tensor in padded_batch(model).items()}
         inputs, carry = adapter.prepare(batch), {}

@@ -8,7 +8,8 @@ from torch import nn
 
 from hf_gpipe.adapters import Blueprint, build_adapter
 from hf_gpipe.model.clone import exact_clone, padded_batch
-from hf_gpipe.model.steps import stage_models
+from hf_gpipe.pipeline.clone_steps import in_stages
+from hf_gpipe.pipeline.variant import Variant
 from scripts.families import default_config
 
 
@@ -17,7 +18,7 @@ def test_a_forward_makes_no_list_of_modules(family: str, monkeypatch: pytest.Mon
     """A slice of all blocks made a new `ModuleList` in each action: of 80 blocks in a quarter of a millisecond."""
     model = exact_clone(default_config(family), torch.float32)
     adapter = build_adapter(Blueprint(model.config, torch.float32, "eager", type(model)))
-    first = stage_models(model, adapter, len(adapter.layers))[0]
+    first = in_stages(model, adapter, Variant(None)).parameters.models[0]
     made: list[int] = []
     init = nn.ModuleList.__init__
 
@@ -33,7 +34,7 @@ def test_a_forward_makes_no_list_of_modules(family: str, monkeypatch: pytest.Mon
 def test_a_part_of_the_blocks_is_a_new_list() -> None:
     model = exact_clone(default_config("llama"), torch.float32)
     adapter = build_adapter(Blueprint(model.config, torch.float32, "eager", type(model)))
-    blocks = stage_models(model, adapter, len(adapter.layers))[0].model.get_submodule("model.layers")
+    blocks = in_stages(model, adapter, Variant(None)).parameters.models[0].model.get_submodule("model.layers")
     assert isinstance(blocks, nn.ModuleList)
     assert len(blocks) > 1
     assert blocks[:] is blocks[0 : len(blocks)] is blocks

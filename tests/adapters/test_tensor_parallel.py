@@ -26,10 +26,14 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.losses.token_metrics import TokenMetrics
-from hf_gpipe.model import clone, tensor_parallel
+from hf_gpipe.model import clone
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.clone import exact_clone
-from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
+from hf_gpipe.model.clone import exact_clone, padded_batch
+from hf_gpipe.model.tensor_parallel import check_division
+from hf_gpipe.pipeline import probe
+from hf_gpipe.pipeline.clone_steps import divided_steps
+from hf_gpipe.pipeline.probe import PROBE
+from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.settings.division import Division
 from scripts.bench.models import quantisation
@@ -78,8 +82,8 @@ def difference(config: PreTrainedConfig, size: int, given: dict[str, int] | None
         patch.setattr(clone, "tiny_config", with_sizes)
         model = exact_clone(config, torch.float64)
     adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(model)))
-    (expected,) = divided_steps(model, adapter, Division())
-    steps = divided_steps(model, adapter, Division(size))
+    (expected,) = divided_steps(model, adapter, padded_batch(model), Variant())
+    steps = divided_steps(model, adapter, padded_batch(model), Variant(ranks=size))
     return max(step.difference(expected) for step in steps)
 
 
@@ -169,10 +173,13 @@ def test_adapters_of_a_divided_clone_have_every_gradient(family: str, options: d
     peft = pytest.importorskip("peft")
     shared = {"num_key_value_heads": 1} if family == "llama" else {}
     model, adapter = adapted(CONFIG_MAPPING[family](**shared), peft.LoraConfig(r=4, **options))
-    (expected,) = divided_steps(model, adapter, Division())
+    (expected,) = divided_steps(model, adapter, padded_batch(model), Variant())
     assert any("lora_" in name for name in expected.gradients)
     assert "head" in plan_of(adapter, 2).modules.values() or "lm_head" in options["target_modules"], "it is divided"
-    assert max(step.difference(expected) for step in divided_steps(model, adapter, Division(2))) < 1e-10
+    assert (
+        max(step.difference(expected) for step in divided_steps(model, adapter, padded_batch(model), Variant(ranks=2)))
+        < 1e-10
+    )
 
 
 def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> None:
@@ -188,12 +195,12 @@ def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> N
         adapter = adapter_of(config)
         resolve_peft(adapter, "default", given)
         with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and .*{message}"):
-            check_division(adapter, Division(2))
+            check_divided(adapter)
     small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     for kind, message in (("int8", "8 bits"), ("nf4", r"'model.layers.0.self_attn.o_proj' has 64 inputs.* 64 at a")):
         adapter = adapter_for(small, torch.float32, quantization_config=quantisation(kind))
         with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and .*{message}"):
-            check_division(adapter, Division(2))
+            check_divided(adapter)
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("nf4", 4), ("fp4+", 1)])
@@ -222,6 +229,11 @@ def test_parts_of_weights_of_4_bits_have_their_values(kind: str, shared: int) ->
             assert torch.equal(found, plan.cuts[name].part(values, place)), name
 
 
+def check_divided(adapter: TextAdapter, *, is_compiled: bool = False) -> None:
+    verify = partial(PROBE.require, adapter, Variant(ranks=2))
+    check_division(adapter, Division(2), verify, is_compiled=is_compiled)
+
+
 def adapter_of(config: PreTrainedConfig) -> TextAdapter:
     return adapter_for(config, torch.float32, "eager")
 
@@ -230,11 +242,13 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and 'model.layers.0.self_attn' has 3 heads.* at most 3"):
-        verify_division(adapter_of(LlamaConfig(**sizes, **heads)), Division(4))
+        PROBE.require(adapter_of(LlamaConfig(**sizes, **heads)), Variant(ranks=4))
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*gate_proj' has 3 columns.* at most 3"):
-        verify_division(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), Division(4))
+        PROBE.require(
+            adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), Variant(ranks=4)
+        )
     with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' cannot be divided: no rule divides its layer"):
-        verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), Division(2))
+        PROBE.require(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), Variant(ranks=2))
 
 
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +256,8 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
     would be wrong and nothing would fail."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
     config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, **heads)
-    monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compare())
-    verify_division(adapter_of(config), Division(2))
+    monkeypatch.setattr(probe, "compared_once", lambda adapter, what, compare: compare())
+    PROBE.require(adapter_of(config), Variant(ranks=2))
     of = plans.SplitPlan.of.__func__  # type: ignore[attr-defined]
 
     def without_shared(cls: Any, *args: Any) -> Any:
@@ -251,21 +265,21 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(plans.SplitPlan, "of", classmethod(without_shared))
     with pytest.raises(UnsupportedModelError, match="qwen3: with tensor_parallel a tiny clone has other gradients"):
-        verify_division(adapter_of(config), Division(2))
+        PROBE.require(adapter_of(config), Variant(ranks=2))
 
 
 def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
     compared: list[str] = []
-    monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compared.append(what))
+    monkeypatch.setattr(probe, "compared_once", lambda adapter, what, compare: compared.append(what))
     for probability in (0.1, 0.2):
         config.attention_dropout = probability
-        verify_division(adapter_for(config, torch.float32, "eager"), Division(2))
+        PROBE.require(adapter_for(config, torch.float32, "eager"), Variant(ranks=2))
     assert len(set(compared)) == 2, "another probability is another comparison"
     monkeypatch.undo()
-    verify_division(adapter_for(config, torch.float32, "eager"), Division(2))
+    PROBE.require(adapter_for(config, torch.float32, "eager"), Variant(ranks=2))
     with pytest.raises(UserError, match="use attn_implementation eager"):
-        verify_division(adapter_for(config, torch.float32, "sdpa"), Division(2))
+        PROBE.require(adapter_for(config, torch.float32, "sdpa"), Variant(ranks=2))
 
 
 def test_compiled_blocks_with_dropout_are_refused() -> None:
@@ -273,12 +287,12 @@ def test_compiled_blocks_with_dropout_are_refused() -> None:
     peft = pytest.importorskip("peft")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     of_model, of_lora = adapter_of(LlamaConfig(**sizes, attention_dropout=0.1)), adapter_of(LlamaConfig(**sizes))
-    check_division(of_lora, Division(2), is_compiled=True)
+    check_divided(of_lora, is_compiled=True)
     resolve_peft(of_lora, "default", peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.3))
     for adapter, message in ((of_model, "attention_dropout is 0.1"), (of_lora, "lora_dropout is 0.3")):
-        check_division(adapter, Division(2))
+        check_divided(adapter)
         with pytest.raises(UserError, match=f"^tensor_parallel is 2, torch_compile is true and {message}"):
-            check_division(adapter, Division(2), is_compiled=True)
+            check_divided(adapter, is_compiled=True)
 
 
 SIX_AND_TWO = Heads.of(6, 2, 3)

@@ -13,9 +13,10 @@ from hf_gpipe.adapters import adapter_for, is_known_exact
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.libraries import verified
-from hf_gpipe.model import exactness
+from hf_gpipe.model import clone
 from hf_gpipe.model.files import verify_files
-from hf_gpipe.model.generating import verify_generation
+from hf_gpipe.pipeline.generated import verify_generation
+from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.runtime import generation
 from tests.oracle import plain_model, tiny_config
 
@@ -27,7 +28,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of transformers that nobody has tested, in a process that has compared nothing yet."""
     installed = verified.version
     monkeypatch.setattr(verified, "version", lambda name: "5.99.1" if name == "transformers" else installed(name))
-    monkeypatch.setattr(exactness, "_compared", {})
+    monkeypatch.setattr(clone, "_compared", {})
 
 
 def generate(config: PreTrainedConfig) -> Any:
@@ -49,13 +50,13 @@ def test_versions_are_compared_by_their_first_two_numbers(monkeypatch: pytest.Mo
 def test_everything_is_compared_on_an_unseen_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and files when the pipeline is made, generation at the first generate, each once."""
     compared: list[str] = []
-    compared_once = exactness.compared_once
+    compared_once = clone.compared_once
 
     def seen(adapter: Any, what: str, compare: Any) -> Any:
-        return compared_once(adapter, what, lambda: (compared.append(what.split()[0]), compare())[1])
+        return compared_once(adapter, what, lambda: (compared.append(what), compare())[1])
 
-    for module in ("exactness", "files", "generating"):
-        monkeypatch.setattr(f"hf_gpipe.model.{module}.compared_once", seen)
+    for module in ("pipeline.exactness", "model.files", "pipeline.generated"):
+        monkeypatch.setattr(f"hf_gpipe.{module}.compared_once", seen)
     config = tiny_config("llama", tied=False)
     assert not is_known_exact(adapter_for(config))
     model, ids = plain_model(config).eval(), torch.arange(3, 11).view(2, 4)
@@ -63,7 +64,7 @@ def test_everything_is_compared_on_an_unseen_version(monkeypatch: pytest.MonkeyP
     for _ in range(2):
         Pipeline(model, 2).generate(input_ids=ids, max_new_tokens=3, do_sample=False)
     assert torch.equal(torch.get_rng_state(), state), "random numbers go on as on a version that is known"
-    assert sorted(compared) == ["files", "in", "in"]
+    assert compared == [str(Variant()), "files", str(Variant(2, generates=True))]
 
 
 @pytest.mark.usefixtures("unseen")
@@ -109,5 +110,5 @@ def test_files_that_are_written_otherwise_are_an_error(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("config", [LlamaConfig(), MarianConfig()], ids=lambda config: config.model_type)
 def test_the_comparisons_pass_on_this_version(config: PreTrainedConfig) -> None:
     adapter = adapter_for(config)
-    verify_generation(adapter, 3)
+    verify_generation(adapter, Variant(generates=True))
     verify_files(adapter)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.model.generating import verify_generation
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -26,7 +27,6 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
 from hf_gpipe.libraries.transformers import cache_argument
-from hf_gpipe.model.generating import verify_generation
 from hf_gpipe.runtime.generate_arguments import UNSUPPORTED
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.spread_rows import pipelines

@@ -41,7 +41,7 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.from_recipe.checks import check_model, loss_of
 from hf_gpipe.from_recipe.held_out import HeldOut
 from hf_gpipe.from_recipe.job import _finite
-from hf_gpipe.model.exactness import compare
+from hf_gpipe.pipeline.exactness import compare
 from hf_gpipe.planner.report import report
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.tasks.embeddings import EmbeddingCollator, EmbeddingExamples, embedded_of, evaluate_embeddings

@@ -13,20 +13,12 @@ from hf_gpipe.adapters.modules.kept_state import KeptState
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import one_line
-from hf_gpipe.job.facts import RankFacts
-from hf_gpipe.job.world import World
 from hf_gpipe.libraries.verified import unverified
-from hf_gpipe.model.clone import clone_of, padded_batch
-from hf_gpipe.model.exactness import compared_once
-from hf_gpipe.model.steps import stage_models
-from hf_gpipe.partition import partition
-from hf_gpipe.runtime.channel import LocalChannel
-from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.mesh import Mesh
-from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.model.clone import clone_of, compared_once, padded_batch
+from hf_gpipe.pipeline.clone_steps import in_stages
+from hf_gpipe.pipeline.variant import Variant
 
-_STAGES, _NEW_TOKENS = 3, 5
+_NEW_TOKENS = 5
 #: The largest difference of the logits of a float32 model, relative to their norm.
 _TOLERANCE = 1e-4
 _OPTIONS = {
@@ -36,19 +28,18 @@ _OPTIONS = {
 _METHODS: tuple[Mapping[str, Any], ...] = ({}, {"num_beams": 2})
 
 
-def verify_generation(adapter: TextAdapter, num_stages: int) -> None:
+def verify_generation(adapter: TextAdapter, variant: Variant) -> None:
     """Compare what a tiny clone in stages generates with the plain clone's `generate`, once for equal clones.
 
-    There are as many stages as the model has, but at most three. Both generate by greedy and by beam search, with a
+    Both generate by greedy and by beam search, with a
     cache; the prompts of a decoder are padded on the left.
 
     Raises UnsupportedModelError where tokens or logits differ, or the clone does not run.
     """
-    num_stages = min(num_stages, _STAGES)
-    compared_once(adapter, f"in generation {num_stages}", lambda: _compare(adapter, num_stages))
+    compared_once(adapter, str(variant), lambda: _compare(adapter, variant))
 
 
-def _compare(adapter: TextAdapter, num_stages: int) -> bool:
+def _compare(adapter: TextAdapter, variant: Variant) -> bool:
     """Whether the clone was compared: one that transformers itself cannot run says nothing of the model."""
     config = adapter.given_config
     model, clone = clone_of(adapter, torch.float32)
@@ -62,15 +53,15 @@ def _compare(adapter: TextAdapter, num_stages: int) -> bool:
             raise unsupported(config, f"generation by a tiny clone of the plain model fails: {why}") from error
         return False
     try:
-        generator = _generator(model, clone, min(num_stages, len(clone.layers)))
-        found = [generator.generate(options) for options in asked]
+        forwards = in_stages(model, clone, variant).forwards
+        found = [forwards.generate(**options) for options in asked]
     except Exception as error:
         why = one_line(str(error), 200)
         raise unsupported(config, f"generation by a tiny clone in stages fails: {why}") from error
-    for whole, in_stages in zip(expected, found, strict=True):
-        logits, others = (torch.stack(output.logits) for output in (whole, in_stages))
+    for whole, split in zip(expected, found, strict=True):
+        logits, others = (torch.stack(output.logits) for output in (whole, split))
         difference = float((logits - others).norm() / logits.norm())
-        if not torch.equal(whole.sequences, in_stages.sequences) or not difference <= _TOLERANCE:
+        if not torch.equal(whole.sequences, split.sequences) or not difference <= _TOLERANCE:
             raise unsupported(
                 config, f"generation by a tiny clone in stages has other logits, by {difference:.0e} of their norm"
             )
@@ -84,17 +75,6 @@ def _generated_anew(model: PreTrainedModel, options: Mapping[str, Any]) -> Any:
         return model.generate(**options)
     finally:
         new.restore()
-
-
-def _generator(model: PreTrainedModel, adapter: TextAdapter, num_stages: int) -> Generator:
-    """The `Generator` of a model's stages, all of them in this process."""
-    cpu = torch.device("cpu")
-    stages = stage_models(model, adapter, num_stages)
-    for stage in stages.values():
-        stage.model.eval()
-    world = Mesh.of(World(0, (RankFacts.of_this_process(),)), Placement.spread(num_stages, 1))
-    edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
-    return Generator(adapter, partition(len(adapter.layers), num_stages, "count"), stages, edges, world, ())
 
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -6,23 +6,22 @@ plain model looped over the same micro-batches: in float64 to 1e-10 of the globa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import Blueprint, build_adapter, is_listed, unsupported
+from hf_gpipe.adapters import Blueprint, build_adapter, unsupported
 from hf_gpipe.adapters.modules.kept_state import KeptState
 from hf_gpipe.adapters.observation.structure import unlike_default
-from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
-from hf_gpipe.libraries.verified import install_advice
-from hf_gpipe.model.clone import Batch, exact_clone, narrowed, padded_batch
-from hf_gpipe.model.steps import TOLERANCES, Step, next_tokens, plain_step, split_step
+from hf_gpipe.model.clone import Batch, compared_once, exact_clone, narrowed, padded_batch
+from hf_gpipe.model.reference import TOLERANCES, Step, next_tokens, plain_step
+from hf_gpipe.pipeline.clone_steps import split_step
+from hf_gpipe.pipeline.variant import Variant
 
 #: `TOLERANCES` for float64 models that convert their logits to float32. The stages' loss, which is computed in place,
 #: rounds in another way than torch's; with the same code for the loss they agree within 1e-16.
@@ -80,76 +79,35 @@ class CloneError(UnsupportedModelError):
     """No tiny clone of the plain model can be built and run, so its split cannot be checked."""
 
 
-Result = TypeVar("Result")
-
-#: The result of each clone that was compared in this process, or the error.
-_compared: dict[str, Any] = {}
-
-
-def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
+def verify(adapter: TextAdapter, variant: Variant) -> None:
     """Raise UnsupportedModelError unless a tiny clone of a model in stages is exact.
 
     Equal clones of listed families are compared once in a process.
 
     Args:
         adapter: the model's, which then keeps columns of padding if the clone's numbers depend on them.
-        splits_backward: as of `compare`; one number of stages is tried, for a model of which the check without it has
-            passed.
+        variant: how the clone is run. If its backward is split, one number of stages is tried, because the check
+            without I and W has passed.
     """
-    what = f"in stages {splits_backward}"
-    comparison = compared_once(adapter, what, lambda: _verified(adapter, splits_backward))
+    comparison = compared_once(adapter, str(variant), lambda: _verified(adapter, variant))
     if comparison.padding_matters:
         adapter.padding_matters_beyond = 0
 
 
-def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]) -> Result:
-    """The result of a comparison, which is made once in a process for equal clones of listed families.
-
-    Its error says which versions of libraries hf_gpipe was not tested with, if any.
-
-    Args:
-        adapter: the model's.
-        what: names the comparison and its options.
-        compare: makes it.
-
-    Raises:
-        UnsupportedModelError: the comparison raises it.
-    """
-    config = adapter.given_config
-    tiny = tiny_config(config).to_json_string(use_diff=False)
-    trusts = adapter.blueprint.trust_remote_code
-    identity = f"{what} {adapter.compared_class} {type(config).__qualname__} {trusts} {tiny}"
-    result = _compared.get(identity)
-    if result is None:
-        try:
-            with torch.random.fork_rng(devices=[]):  # the process goes on as if nothing had been drawn
-                result = compare()
-        except UnsupportedModelError as error:
-            result = error
-            if advice := install_advice():
-                result = UnsupportedModelError(f"{error}{advice}")
-                result.__cause__ = error
-        if is_listed(config):
-            _compared[identity] = result
-    if isinstance(result, UnsupportedModelError):
-        raise result
-    return cast(Result, result)
-
-
-def _verified(adapter: TextAdapter, splits_backward: bool) -> Comparison:
+def _verified(adapter: TextAdapter, variant: Variant) -> Comparison:
     """The comparison of an exact clone."""
     config, where = adapter.given_config, "in stages"
-    num_stages: tuple[int | None, ...] = (3, None)
-    if splits_backward:
+    num_stages: tuple[int | None, ...] = (variant.stages, None)
+    if variant.splits_backward:
         where = "with a schedule that has I and W (1f1b has not)"
-        num_stages = (3,)
+        num_stages = (variant.stages,)
     try:
         comparison = compare(
             config,
             num_stages,
             adapter.compared_class,
             trust_remote_code=adapter.blueprint.trust_remote_code,
-            splits_backward=splits_backward,
+            splits_backward=variant.splits_backward,
         )
     except UnsupportedModelError as error:
         reason = str(error).removeprefix(f"{config.model_type}: ")
@@ -209,26 +167,27 @@ def compare(
         _check_own_loss(model, batch)
         new.restore()
     counts = [min(number or len(adapter.layers), len(adapter.layers)) for number in num_stages]
-    runs = [(count, recompute, [batch]) for count, recompute in zip(counts, ("stage", "none"), strict=False)]
+    runs = [(Variant(count, recompute), [batch]) for count, recompute in zip(counts, ("stage", "none"), strict=False)]
     if adapter.kept or adapter.padding_matters_beyond is not None:
         # The rows of a mini-batch share its width, so there are several.
         row = {name: tensor[:1] for name, tensor in padded_batch(model, with_images=False).items()}
         falling = [batch, *(narrowed(row, width) for width in NARROWER)]
         rising = falling[::-1]
         few, many = counts[0], counts[-1]
-        runs = [(few, "stage", falling), (many, "none", falling), (few, "stage", rising), (few, "block", rising)]
+        runs = [(Variant(few), falling), (Variant(many, "none"), falling)]
+        runs += [(Variant(few), rising), (Variant(few, "block"), rising)]
     differences, order = dict.fromkeys(counts, 0.0), None
-    for count, recompute, batches in runs:
+    for variant, batches in runs:
         if len(batches) > 1 and batches is not order:  # in which the gradients are summed
             expected, order = plain_step(model, batches, adapter), batches
-        model.zero_grad()
         try:
-            step = split_step(model, adapter, batches, count, splits_backward=splits_backward, recompute=recompute)
+            step = split_step(model, adapter, batches, replace(variant, splits_backward=splits_backward))
         except StageError as error:
             raise UnsupportedModelError(
                 f"{family}: a tiny clone in stages fails: {one_line(str(error), 200)}"
             ) from error
-        differences[count] = max(differences[count], step.difference(expected))
+        assert variant.stages is not None
+        differences[variant.stages] = max(differences[variant.stages], step.difference(expected))
     return Comparison(
         type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, padding_matters
     )
@@ -267,7 +226,7 @@ def _adapter_or_reason(model: PreTrainedModel, dtype: torch.dtype) -> TextAdapte
         return error
 
 
-def _check_own_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
+def _check_own_loss(model: PreTrainedModel, batch: Batch) -> None:
     """Raise UnsupportedModelError where the model's own loss is not the cross-entropy of the targets.
 
     A model that computes none from text alone is taken: its trainer has to be given one.
