@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.model.generating import verify_generation
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -27,6 +26,8 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
 from hf_gpipe.libraries.transformers import cache_argument
+from hf_gpipe.pipeline.generated import verify_generation
+from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.runtime.generate_arguments import UNSUPPORTED
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.spread_rows import pipelines
@@ -149,7 +150,7 @@ def test_prompt_in_chunks_and_without_a_mask() -> None:
 
 def test_blocks_with_two_attentions_each() -> None:
     """LongCat-Flash's second half of slots was taken for that of other stages, and was not reordered with the beams."""
-    verify_generation(adapter_for(LongcatFlashConfig()), 3)
+    verify_generation(adapter_for(LongcatFlashConfig()), Variant(generates=True))
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
