@@ -161,6 +161,12 @@ def test_no_folders_inside_of_a_package_import_each_other_in_a_circle() -> None:
     assert cycle(folded(of_the_package())) == []
 
 
+def test_what_stages_are_compared_with_shares_no_code_with_them() -> None:
+    """The plain step was cut by the runtime's own function, so a mistake in that was on both sides."""
+    engine = {"job", "schedule", "partition", "runtime", "pipeline", "modes"}
+    assert not {module for module in of_the_package()["hf_gpipe.model.reference"] if module.split(".")[1] in engine}
+
+
 def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
     for name, path in modules(ROOT).items():
         if "." in name and layer(name) in WITHOUT_TORCH:
