@@ -11,7 +11,7 @@ from typing import Any
 from hf_gpipe.errors import UserError
 
 #: The modes, a folder of `hf_gpipe.modes` each, in the order in which they change a table.
-MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher")
+MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher", "chunks", "tensor_parallel")
 
 #: The modules of `hf_gpipe.tasks` for the kinds of data that these have; any other kind is the name of its module.
 TASKS = {

@@ -102,7 +102,7 @@ def emulated(
     if table is None:
         updates = [step_size] * (micro_batches // step_size) if schedule in ASYNCHRONOUS_SCHEDULES else None
         placement = placement_for(schedule, num_stages, processes * replicas, replicas)
-        table = build(schedule, num_stages, micro_batches, placement, recompute, steps=updates, chunks=len(row))
+        table = build(schedule, num_stages, micro_batches, placement, recompute, steps=updates, group_size=len(row))
     table = with_updates_beside(table) if updates_beside else table
     forward, backward = ([share * seconds / stages_each for share in row] for seconds in pace[:2])
     taken = {"forward_seconds": [forward] * num_stages, "backward_seconds": [backward] * num_stages} | costs

@@ -37,13 +37,15 @@ from hf_gpipe.adapters.image_text import FORMS
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.losses.loss import PLAIN
 from hf_gpipe.model.clone import turn_randomness_off
+from hf_gpipe.modes.chunks.check import check, verify
+from hf_gpipe.modes.tensor_parallel.check import divided
 from hf_gpipe.pipeline.exactness import CloneError, compare
 from hf_gpipe.pipeline.probe import PROBE
-from hf_gpipe.pipeline.variant import Variant, in_chunks
 from hf_gpipe.planner.costs.layers import ModelLayers
-from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -150,15 +152,16 @@ def _verified(check: Callable[[TextAdapter], str | None], config: PreTrainedConf
 
 def _divided(adapter: TextAdapter) -> str:
     """The share of the parameters that each of two ranks has."""
-    PROBE.require(adapter, Variant(ranks=2))
+    PROBE.require(adapter, divided(adapter, 2))
     layers = (ModelLayers(adapter, Division(size)) for size in (1, 2))
     whole, part = (sum(parameters.count for parameters in own.sizes.values()) for own in layers)
     return f"{part / whole:.2f}"
 
 
 def _in_chunks(adapter: TextAdapter, *, packing: bool = False) -> None:
-    check_chunks(adapter, is_loss_of_tokens=True, packing=packing)
-    PROBE.require(adapter, in_chunks(packing=packing, recomputes_blocks=False))
+    config = PipelineConfig(sequence_chunks=2)
+    check(config, adapter, PLAIN, packing=packing, probe=PROBE)
+    verify(config, adapter, packing=packing, probe=PROBE)
 
 
 #: The options that not every exact family has, and what compares a tiny clone with and without.

@@ -53,8 +53,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json", "sources", "progress")
 HEAVY = {"torch", "transformers"}
-#: It has what modules of divided layers need, and what divides them.
-NOT_FOLDED = ("adapters.tensor_parallel",)
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -121,7 +119,7 @@ def wrong_way(graph: dict[str, set[str]]) -> list[str]:
 def folded(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """The same graph, in which the modules of a folder inside of a package are one."""
     parts = (module.split(".") for module in graph if module.count(".") > 2)
-    folders = {".".join(names[:3]) for names in parts} - {f"{PACKAGE}.{name}" for name in NOT_FOLDED}
+    folders = {".".join(names[:3]) for names in parts}
 
     def node(module: str) -> str:
         folder = ".".join(module.split(".")[:3])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import invalidate_caches
 from pathlib import Path
 
 import pytest
 
 import hf_gpipe.modes
 from hf_gpipe import Pipeline, registry
+from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import performing
 from hf_gpipe.schedule import kinds
 from hf_gpipe.settings.mesh import MeshConfig
@@ -85,6 +87,38 @@ def note(step, planned, received):
 
 perform(NOTE, note)
 '''
+CHECK = """
+from hf_gpipe.errors import UserError
+
+def check(config, adapter, loss, *, packing, probe):
+    if config.num_stages == 3:
+        raise UserError("noting needs 2 stages")
+
+def verify(config, adapter, *, packing, probe):
+    if config.schedule == "gpipe":
+        raise UserError("noting needs 1f1b")
+"""
+CUTTING = '''
+from dataclasses import replace
+
+class Halves:
+    """Cuts the rows of each micro-batch into halves, which are a group."""
+    most = 2
+    def check(self, adapter, batch, *, packing):
+        self.is_checked = True
+    def cut(self, micro_batches, adapter):
+        halves = []
+        for own in micro_batches:
+            middle = own.num_rows // 2
+            for rows in (slice(middle), slice(middle, None)):
+                inputs = {name: tensor[rows] for name, tensor in own.inputs.items()}
+                halves.append(replace(own, index=len(halves), inputs=inputs, group_size=2))
+        assert self.is_checked
+        return halves
+
+def cutter(config):
+    return Halves()
+'''
 
 
 @pytest.fixture
@@ -92,7 +126,8 @@ def mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The mode "noting" in a folder that is none of the package's."""
     folder = tmp_path / "noting"
     folder.mkdir()
-    for name, text in (("__init__", ""), ("key", KEY), ("table", TABLE), ("cost", COST), ("runtime", RUNTIME)):
+    texts = {"__init__": "", "key": KEY, "table": TABLE, "cost": COST, "runtime": RUNTIME, "check": CHECK}
+    for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(hf_gpipe.modes, "__path__", [*hf_gpipe.modes.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "MODES", (*registry.MODES, "noting"))
@@ -128,6 +163,22 @@ def test_the_key_of_a_mode_of_your_own_is_one_of_a_configuration() -> None:
     """A mode's key was a field that the class of configurations named."""
     key = keys_of(with_modes(MeshConfig))["notes_backwards"]
     assert (key.path, key.text, key.default) == ("noting.notes_backwards", "Whether backwards are noted.", False)
+
+
+@pytest.mark.usefixtures("mode")
+def test_a_mode_of_your_own_checks_pipelines_and_cuts_micro_batches(tmp_path: Path) -> None:
+    config = tiny_config("marian")
+    model, batch = plain_model(config), padded_batch(config)
+    with pytest.raises(UserError, match="noting needs 2 stages"):
+        Pipeline(model, 3, 3, "1f1b", "none", attn_implementation="eager")
+    with pytest.raises(UserError, match="noting needs 1f1b"):
+        Pipeline(model, 2, 3, "gpipe", "none", attn_implementation="eager")
+    (tmp_path / "noting" / "cutting.py").write_text(CUTTING)
+    registry.parts_of_modes.cache_clear()
+    invalidate_caches()
+    pipe = Pipeline(model, 2, 3, "1f1b", "none", attn_implementation="eager")
+    assert_same(run_pipeline(pipe, batch), run_plain(model, batch, 3))
+    assert len(pipe.steps.executor.modes["noting"].seen) == 2 * 6 * 3
 
 
 def test_afterwards_it_is_gone() -> None:

@@ -21,7 +21,7 @@ from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.clone import Batch, exact_clone
 from hf_gpipe.model.reference import Step, plain_step
-from hf_gpipe.runtime.chunks import borders_of
+from hf_gpipe.modes.chunks.cutting import borders_of
 from hf_gpipe.schedule import DEALT, IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.simulate import Costs
@@ -65,7 +65,7 @@ def rows(num_rows: int, length: int, padding: str = "right") -> Batch:
 
 def unverified() -> Any:
     """Context manager that spares a model the comparison of its clone, which takes longer than the test's own."""
-    return patch("hf_gpipe.pipeline.decision.Decision.verify_chunks")
+    return patch("hf_gpipe.modes.chunks.check.verify")
 
 
 def step(pipe: Pipeline, batch: Any) -> Step:
@@ -208,7 +208,7 @@ def test_any_step_is_exact(
     options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks, "chunk_taper": taper}
     pipe = Pipeline(model, num_stages, num_micro_batches, **options)
     assert step(pipe, batch).difference(expected) <= TOLERANCE
-    assert not any(stage.row_caches for stage in pipe.stages.values())
+    assert not any(stage.shared for stage in pipe.stages.values())
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_every_table_of_chunks_can_be_run(
 ) -> None:
     if isinstance(replicas, tuple):
         num_stages = len(replicas)
-    table = build(name, num_stages, num_rows * chunks, recompute=recompute, replicas=replicas, chunks=chunks)
+    table = build(name, num_stages, num_rows * chunks, recompute=recompute, replicas=replicas, group_size=chunks)
     check_table(table)
     assert Schedule.from_text(table.text()) == table
     if chunks == 1:
@@ -407,7 +407,7 @@ def test_so_can_those_of_stages_in_turn_and_in_a_v(
 ) -> None:
     num_stages = 2 * num_processes
     placement = placement_for(name, num_stages, num_processes * replicas, replicas)
-    table = build(name, num_stages, num_rows * chunks, placement, recompute, chunks=chunks)
+    table = build(name, num_stages, num_rows * chunks, placement, recompute, group_size=chunks)
     check_table(table)
     assert Schedule.from_text(table.text()) == table
     if chunks == 1:
@@ -418,7 +418,7 @@ def test_so_can_those_of_stages_in_turn_and_in_a_v(
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 8))
 def test_1f1b_holds_k_minus_1_chunks_more_than_those_of_a_row(num_stages: int, num_rows: int, chunks: int) -> None:
     """(K-1+k)/k rows on the first stage, however many there are; and the bubble is that of micro-batches."""
-    table = build("1f1b", num_stages, num_rows * chunks, recompute="none", chunks=chunks)
+    table = build("1f1b", num_stages, num_rows * chunks, recompute="none", group_size=chunks)
     for stage in range(num_stages):
         assert peak(table, stage, Held.GRAPH) == min(num_stages - stage - 1 + chunks, num_rows * chunks)
 
@@ -430,7 +430,7 @@ def test_the_bubbles_of_chunks_are_those_of_micro_batches(num_processes: int, nu
 
     def seconds(name: str, of: int) -> float:
         placement = placement_for(name, 2 * num_processes, num_processes)
-        table = build(name, 2 * num_processes, num_rows * chunks, placement, "none", chunks=of)
+        table = build(name, 2 * num_processes, num_rows * chunks, placement, "none", group_size=of)
         return float(simulate(table, Costs(forward_seconds=1, backward_seconds=2)).total_seconds)
 
     for name in IN_TURN:
@@ -442,7 +442,7 @@ def test_the_bubbles_of_chunks_are_those_of_micro_batches(num_processes: int, nu
 
 @pytest.mark.parametrize("chunks", [1, 2, 8, 16])
 def test_one_row_fills_the_pipeline_as_micro_batches_would(chunks: int) -> None:
-    table = build("1f1b", 4, chunks, recompute="none", chunks=chunks)
+    table = build("1f1b", 4, chunks, recompute="none", group_size=chunks)
     assert simulate(table, Costs(forward_seconds=1, backward_seconds=2)).total_seconds == 3 * (chunks + 3)
 
 
@@ -462,15 +462,15 @@ def test_a_table_in_another_order_is_an_error(row: str, message: str) -> None:
 
 def test_a_table_has_all_chunks_of_a_row() -> None:
     with pytest.raises(ScheduleError, match="each row has all its chunks"):
-        build("1f1b", 2, 5, chunks=2)
-    text = build("1f1b", 1, 4, chunks=2).text().replace("chunks: 2", "chunks: 3")
+        build("1f1b", 2, 5, group_size=2)
+    text = build("1f1b", 1, 4, group_size=2).text().replace("chunks: 2", "chunks: 3")
     with pytest.raises(ScheduleError, match="chunks is 3 and num_micro_batches 4"):
         check_table(Schedule.from_text(text))
 
 
 def test_a_table_from_a_file_says_the_chunks(tmp_path: Any) -> None:
     path = tmp_path / "mine.txt"
-    path.write_text(build("1f1b", 2, 6, build("1f1b", 2, 6).placement.spread(2, 1), chunks=3).text())
+    path.write_text(build("1f1b", 2, 6, build("1f1b", 2, 6).placement.spread(2, 1), group_size=3).text())
     with pytest.raises(ScheduleError, match="cuts rows into 3 chunks, and sequence_chunks is 1"):
         Pipeline(tiny_config("llama"), 2, 2, str(path))
     with InFloat64():
@@ -489,7 +489,7 @@ def test_a_schedule_without_an_order_is_an_error() -> None:
     with pytest.raises(UserError, match="schedule is pipedream and sequence_chunks is 2"):
         Pipeline(tiny_config("llama"), 2, 2, "pipedream", sequence_chunks=2)
     with pytest.raises(ScheduleError, match="schedule 'pipedream' has no order for rows that are cut into chunks"):
-        build("pipedream", 2, 4, chunks=2)
+        build("pipedream", 2, 4, group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_what_is_not_given_is_planned(chunks: int | str) -> None:
     # A chunk has at least 256 tokens where the planner chooses.
     assert pipe.config.sequence_chunks == (1 if chunks == "auto" else 2)
     plan = pipe.plan()
-    assert plan.timeline.schedule.chunks == pipe.config.sequence_chunks
+    assert plan.timeline.schedule.group_size == pipe.config.sequence_chunks
     assert plan.step_seconds > 0
     assert step(pipe, batch).difference(plain_step(model, batch)) <= TOLERANCE
 

@@ -86,7 +86,7 @@ def test_wrong_tables_and_placements_are_errors() -> None:
     with pytest.raises(ScheduleError, match=r"\[2, 1\] replicas.*one number of replicas"):
         build("vocab_1f1b", 2, 4, replicas=[2, 1])
     with pytest.raises(ScheduleError, match="has no order for rows that are cut into chunks"):
-        build("vocab_gpipe", 2, 4, chunks=2)
+        build("vocab_gpipe", 2, 4, group_size=2)
 
 
 # ---------------------------------------------------------------------- one process

@@ -135,7 +135,7 @@ class Adapter(ABC):
     kept: Kept = MappingProxyType({})
     #: The position of a row's first token, where a mini-batch has no positions.
     first_position = 0
-    #: Whether padding on the left predicts the same in rows that are cut into chunks; a tiny clone tells.
+    #: Whether padding on the left predicts the same in rows that are cut; a tiny clone tells.
     padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False

@@ -8,22 +8,20 @@ the logits are sent back in the same way.
 This loss is not a sum over tokens: a mini-batch's auxiliary loss is the mean of its micro-batches' losses, and is added
 to the mean loss of the tokens. With one micro-batch it equals the plain model's loss.
 
-Nor is it a sum over the chunks of rows that are cut (`adapters/chunk_cache.py`). Each chunk leaves its logits
-on the last stage, where the last chunk computes the loss of whole rows. Its backward, which comes first, leaves the
-gradients of the other chunks' logits to their own backward.
+Nor is it a sum over the tokens of rows that go through the stages in several forwards. Each of these leaves its logits
+on the last stage, where the last one computes the loss of whole rows (`RowsInParts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.modules.chunk_states import States, append
 from hf_gpipe.adapters.modules.intercept import intercept
 from hf_gpipe.adapters.observation.probe import Observation
 from hf_gpipe.errors import UnsupportedModelError
@@ -71,72 +69,58 @@ def _coefficient(model: PreTrainedModel) -> float | None:
     return getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
 
 
-@dataclass(frozen=True)
-class ChunkRouters:
-    """The router logits of rows that are cut into chunks, at one of the chunks.
+class RowsInParts(Protocol):
+    """The router logits of rows that go through the stages in several forwards, at one of these."""
 
-    Attributes:
-        states: the logits (B, T, experts) of each router.
-        start: the chunk's first token.
-        num_rows: B, the number of rows.
-        is_last: whether the chunk is the rows' last one.
-    """
-
-    states: Sequence[States]
-    start: int
-    num_rows: int
-    is_last: bool
+    @property
+    def is_last(self) -> bool:
+        """Whether the forward has the last tokens of the rows."""
 
     def joined(self, logits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the logits (B t, experts) of the chunk behind the logits of the chunks before it."""
-        of_rows = (logit.unflatten(0, (self.num_rows, -1)) for logit in logits)
-        return tuple(
-            append(of_router, states, self.start).flatten(0, 1)
-            for of_router, states in zip(of_rows, self.states, strict=True)
-        )
+        """The logits of each router for the forwards so far, of which the last made these."""
 
 
 class RouterPort:
     """The router logits of one forward of a stage: first those received, then those of its own blocks.
 
-    On the last stage the logits of a chunk come behind the logits of the chunks before it.
+    Of rows that go through the stages in several forwards, all logits so far are joined on the last stage.
     """
 
     def __init__(self, *, is_last: bool) -> None:
         self.is_last = is_last
         self.logits: tuple[torch.Tensor, ...] = ()
-        self._chunk: ChunkRouters | None = None
+        self._in_parts: RowsInParts | None = None
 
     def open(
-        self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor], chunk: ChunkRouters | None = None
+        self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor], in_parts: RowsInParts | None = None
     ) -> None:
         self.logits = tuple(carry[router.name] for router in routers if router.name in carry)
-        self._chunk = chunk
+        self._in_parts = in_parts
 
     def close(self) -> None:
         self.logits = ()
-        self._chunk = None
+        self._in_parts = None
 
     def complete(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """Take the logits of the stage's own blocks; return the logits from which the model computes its loss, if any.
 
-        Before the last stage and the last chunk no loss is needed, and one computed from some of the routers or tokens
+        Before the last stage and the last tokens no loss is needed, and one computed from some of the routers or tokens
         would be wrong.
         """
         self.logits += tuple(own)
-        if self._chunk is not None and self.is_last:
-            self.logits = self._chunk.joined(self.logits)
+        if self._in_parts is not None and self.is_last:
+            self.logits = self._in_parts.joined(self.logits)
         return self.logits if self.is_last and self._has_whole_rows else None
 
     def loss(self, model: PreTrainedModel, output: Any) -> torch.Tensor:
-        """The auxiliary loss of the rows, (); an earlier chunk's is 0, and its backward takes its logits' gradient."""
+        """The auxiliary loss of the rows, (): 0 before their last tokens, where backward takes the logits' gradient."""
         if self._has_whole_rows:
             return auxiliary_loss(model, output)
         return torch.stack([logit[:0].float().sum() for logit in self.logits]).sum()
 
     @property
     def _has_whole_rows(self) -> bool:
-        return self._chunk is None or self._chunk.is_last
+        return self._in_parts is None or self._in_parts.is_last
 
 
 def complete(module: nn.Module, port: RouterPort) -> None:

@@ -17,6 +17,7 @@ from hf_gpipe.adapters.attention.document_positions import is_position_table, nu
 from hf_gpipe.adapters.attention.position_tables import share_tables, strip_weights
 from hf_gpipe.adapters.attention.whole_rows import read_whole_rows
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
+from hf_gpipe.adapters.division import StageDivision, replace_tensor
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.modules.autocast import scope_of
 from hf_gpipe.adapters.modules.batch_norm import BatchNorms
@@ -27,14 +28,12 @@ from hf_gpipe.adapters.modules.kept_state import KeptState
 from hf_gpipe.adapters.modules.kernels import Kernels, put_kernels
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
-from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
+from hf_gpipe.adapters.parts.ranks import Ranks
+from hf_gpipe.adapters.routers import RouterPort, RowsInParts, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, WholeSlices, admit, resemble
-from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
-from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.errors import UserError
 from hf_gpipe.libraries.transformers import GradientCheckpointingLayer, checkpoint_with
+from hf_gpipe.registry import parts_of_modes
 
 
 class StageModel:
@@ -61,8 +60,8 @@ class StageModel:
         self.recomputes_blocks = self._is_compiled = False
         self._noise: RemovableHandle | None = None
         self._pending: dict[str, nn.Module] = {}
-        #: The division of the layers among the ranks of the worker; None: each layer is whole.
-        self.division: Division | HeadDivision | None = None
+        #: The division of the stage's tensors among processes.
+        self.division = StageDivision()
         #: The part of a divided head that the stage has beside its layers; None: the head is a layer of the last stage.
         self.head: StageModel | None = None
         self._strip()
@@ -158,10 +157,8 @@ class StageModel:
 
         Raises UserError where the model cannot be divided so.
         """
-        blocks = frozenset(block for stack in self.adapter.stacks for block in stack.blocks)
-        plan, has_dropout = plan_of(self.adapter, ranks.size), bool(self.adapter.dropout)
-        self.division = Division(plan, ranks, has_dropout=has_dropout)
-        self.division.apply(self.model, self.model.all_tied_weights_keys, blocks)
+        for mode in parts_of_modes("stages").values():
+            self.division = mode.divide(self, ranks)
 
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
@@ -288,7 +285,7 @@ class StageModel:
 
         It changes nothing where the layers are whole, or the blocks compiled: their backward is one piece.
         """
-        if isinstance(self.division, Division) and not self._is_compiled:
+        if self.division.has_sums and not self._is_compiled:
             self.weight_gradients = self.weight_gradients or WeightGradients()
             self.division.overlap(self.model, self.weight_gradients)
 
@@ -328,7 +325,7 @@ class StageModel:
             replace_tensor(model, self.parameters[name], parameter)
         self.parameters[name] = parameter
 
-    def adopt(self, head: StageModel, division: HeadDivision, *, is_first: bool) -> None:
+    def adopt(self, head: StageModel, division: StageDivision, *, is_first: bool) -> None:
         """Take a part of the head beside the stage's layers.
 
         Args:
@@ -354,19 +351,19 @@ class StageModel:
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter or buffer, or of a tensor of its shape; without a division all of it."""
-        return whole if self.division is None else self.division.part(name, whole)
+        return self.division.part(name, whole)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole that `part` takes a part of. With a division every rank calls it."""
-        return part if self.division is None else self.division.whole(name, part)
+        return self.division.whole(name, part)
 
     def writes(self, name: str) -> bool:
         """Whether no other process writes a tensor of this stage, of which it has a part too."""
-        return not isinstance(self.division, HeadDivision) or self.division.writes(name)
+        return self.division.writes(name)
 
     def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
         """The shape of the whole that `part` takes a part of."""
-        return self.division.whole_shape(name, part) if isinstance(self.division, Division) else part.shape
+        return self.division.whole_shape(name, part)
 
     def deferred_logits(self) -> DeferredLogits | None:
         """Return what records a forward without logits; None: the stage makes no logits, or must make them whole."""
@@ -379,7 +376,7 @@ class StageModel:
         micro_batch_seed: int | None = None,
         deferred: DeferredLogits | None = None,
         rows: NoisyRows = NoisyRows(),
-        routers: ChunkRouters | None = None,
+        routers: RowsInParts | None = None,
         row_length: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
@@ -390,13 +387,13 @@ class StageModel:
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
             deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
             rows: the rows of the micro-batch, from which the noise on their embeddings follows.
-            routers: the router logits of the rows, at a chunk of them; None: rows are whole.
-            row_length: the number of tokens of the whole rows, of which the inputs are a chunk; None: rows are whole.
+            routers: the router logits of the rows, where the inputs are a part of them; None: rows are whole.
+            row_length: the number of tokens of the whole rows, of which the inputs are a part; None: rows are whole.
 
         Returns:
             The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
             mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient. It is
-            computed from whole rows, by their last chunk; an earlier chunk returns 0.
+            computed from whole rows, with their last tokens; an earlier part of the rows returns 0.
         """
         if self.adapter.autocast is not None:
             # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
@@ -414,7 +411,7 @@ class StageModel:
             with self._seeded(micro_batch_seed, rows):
                 if deferred is None or self._projection is None:
                     outputs = self.adapter.run(self, inputs, carry)
-                    if isinstance(self.division, Division) and "logits" in outputs:
+                    if "logits" in outputs:
                         outputs["logits"] = self.division.logits(outputs["logits"])
                     return outputs
                 return self._projection.run(lambda: self.adapter.run(self, inputs, carry), deferred)

@@ -39,7 +39,7 @@ class Port:
         self.seeds: DropoutSeeds | None = None
         #: The number of tokens of each document of a packed row, for each stack; empty for other rows.
         self.lengths: Mapping[StackName, tuple[int, ...]] = {}
-        #: The number of tokens of the whole rows, where the forward is that of a chunk; None: the rows are whole.
+        #: The number of tokens of the whole rows, where the forward has a part of them; None: the rows are whole.
         self.row_length: int | None = None
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class EmbeddingStub(nn.Module):
         width: D, the width of the embeddings.
         dtype: the type of the embeddings.
         is_of_positions: whether it replaces a table of positions, which may be called with the mask of all tokens so
-            far in place of the ids of a chunk.
+            far in place of the ids of the last ones.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, *, is_of_positions: bool = False) -> None:

@@ -170,7 +170,7 @@ def _check(recipe: Recipe) -> None:
 def _num_workers(recipe: Recipe) -> int:
     """The number of workers that share the stages: that of the recipe, or one per stage, but at most one per GPU.
 
-    With `tensor_parallel` each is so many processes.
+    Where layers are divided, each is several processes.
 
     Where the planner chooses stages or replicas, it does so in these processes, for their number: that of the recipe,
     or one for each device.

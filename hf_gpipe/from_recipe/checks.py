@@ -13,13 +13,12 @@ from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.opening import chain_of, guarded_adapter, open_chain
-from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline.probe import PROBE
-from hf_gpipe.pipeline.variant import Variant, in_chunks
+from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.runtime.chunks import check_chunks
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.settings.kinds import IMAGES, PAIRS
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -110,11 +109,9 @@ def verify_options(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> 
     packing, loss = recipe.training.packing, loss_of(recipe)
     if packing:
         PROBE.require(adapter, Variant(packing=True))
-    if config.cuts_rows:
-        check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=packing)
-        PROBE.require(adapter, in_chunks(packing=packing, recomputes_blocks="block" in (config.recompute or ())))
-    divided, is_compiled = Variant(ranks=config.division.num_ranks), config.compiled.backend is not None
-    check_division(adapter, config.division, lambda: PROBE.require(adapter, divided), is_compiled=is_compiled)
+    for mode in parts_of_modes("check").values():
+        mode.check(config, adapter, loss, packing=packing, probe=PROBE)
+        mode.verify(config, adapter, packing=packing, probe=PROBE)
 
 
 def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:

@@ -182,7 +182,7 @@ def checkpoint_with(module: nn.Module, function: Callable[..., Any]) -> None:
     """Let a module run its blocks, or itself, by a function that runs them again in backward, also with a cache."""
     module._gradient_checkpointing_func = function  # type: ignore[assignment]
     module.gradient_checkpointing = True  # type: ignore[assignment]
-    # A block that runs again writes the same keys and values again: a cache of chunks may be kept.
+    # A block that runs again writes the same keys and values again: the cache of a part of a row may be kept.
     module._can_checkpoint_with_cache = True  # type: ignore[assignment]
 
 

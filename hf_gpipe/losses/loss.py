@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter
-from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
+from hf_gpipe.adapters.parts.cuts import VocabularyPart
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.additivity import check_independent

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
+from hf_gpipe.adapters.parts.cuts import VocabularyPart
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.token_metrics import TokenMetrics
 from hf_gpipe.settings.section import Fraction, Positive, check_value

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.parts.ranks import Ranks
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.libraries.torch import FakeTensorMode
 

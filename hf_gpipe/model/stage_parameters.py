@@ -165,8 +165,7 @@ class StageParameters:
         for name, parameter in self.named_parameters():
             stage, gradient = owner_stage[name], parameter.grad
             if of_stage in (None, stage) and gradient is not None and is_first(stage):
-                division = self.models[stage].division
-                gradients += [gradient] if division is None else division.counted(name, gradient)
+                gradients += self.models[stage].division.counted(name, gradient)
         return gradients
 
     # ------------------------------------------------------------------ parts of parameters

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.decoder_only import DecoderOnly
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.assembly import assemble

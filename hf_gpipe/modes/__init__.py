@@ -13,6 +13,13 @@ mode has those that it needs:
              amounts(sums, stage, of_graph) -> {thing held: {item of the estimate: bytes on the device}}; `of_graph` has
              those of a graph
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
+    check    before a plan, and again once the configuration is decided:
+             check(config, adapter, loss, packing=...) raises UserError where these do not go with the mode; the loss of
+             a teacher is None
+             verify(config, adapter, packing=...) raises UnsupportedModelError where a tiny clone in the mode differs
+    cutting  cutter(config) -> what cuts micro-batches further (`hf_gpipe.runtime.cutting.Cutter`), or None
+    stages   divide(stage, ranks) -> the division of a stage's layers among the ranks of a worker, which it then has
+             parts(adapter, parameters, num_ranks) -> the parameters of which one rank has a part, by name
     building Builder, a `ModeBuilder`: what the mode does while a pipeline is built
     runtime  what the executor calls:
              State(rows), a `ModeState`, which actions find in `Step.modes` under the mode's name

@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.tensor_parallel.emulated import emulate
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks, Ranks
+from hf_gpipe.adapters.parts.ranks import ProcessRanks, Ranks
 from hf_gpipe.job.facts import RankFacts
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import PLAIN
@@ -21,6 +20,7 @@ from hf_gpipe.model.reference import MICRO_BATCHES, HiddenLoss, Step
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
+from hf_gpipe.pipeline.emulated_ranks import emulate
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.variant import Trust, Variant
 from hf_gpipe.planner.workload import PlanInputs

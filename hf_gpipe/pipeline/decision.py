@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from math import prod
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.errors import UserError
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import commit_of
@@ -18,19 +19,18 @@ from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.model.opening import chain_of, open_chain
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
-from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.pipeline.variant import Probe, Variant, in_chunks
+from hf_gpipe.pipeline.variant import Probe, Variant
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs, Workload
-from hf_gpipe.runtime.chunks import check_chunks
-from hf_gpipe.runtime.cutting import Cutting
+from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.runtime.cutting import Cutting, cutters_of
 from hf_gpipe.runtime.mesh import Mesh, table_of_reader
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import with_modes
+from hf_gpipe.schedule import groups, with_modes
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
@@ -63,8 +63,8 @@ class PipelineRequest:
 
     def cutting(self, config: DecidedConfig) -> Cutting:
         """How mini-batches are cut, by the decided configuration."""
-        is_compiled, chunks = config.compiled.torch_compile, config.chunks.decided
-        return Cutting(config.num_micro_batches, self.by_length, self.inputs.packing, is_compiled, chunks)
+        is_compiled, further = config.compiled.torch_compile, cutters_of(config)
+        return Cutting(config.num_micro_batches, self.by_length, self.inputs.packing, is_compiled, further)
 
     def compare(self) -> None:
         """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
@@ -143,20 +143,18 @@ class Decision:
             if not request.loss.is_of_tokens:
                 raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
             probe.require(adapter, Variant(packing=True))
-        if given.cuts_rows:
-            check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
         of_teacher = None
         if request.teacher is not None:
             of_teacher = open_teacher(request.teacher, adapter, lambda spec: probe.open(spec, world.device))
             _compare_commit(request.teacher, of_teacher)
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
-        divided, is_compiled = Variant(ranks=given.division.num_ranks), given.compiled.torch_compile
+        check_modes = [
+            partial(mode.check, given, packing=inputs.packing, probe=probe) for mode in parts_of_modes("check").values()
+        ]
+        for check in check_modes:
+            world.from_main(partial(check, adapter, loss))
 
-        def check_divided() -> None:
-            check_division(adapter, given.division, lambda: probe.require(adapter, divided), is_compiled=is_compiled)
-
-        world.from_main(check_divided)
         if given.liger.use_liger_kernel:
             world.from_main(lambda: probe.require(adapter, Variant(kernels=world.device)))
 
@@ -178,22 +176,22 @@ class Decision:
         mesh = Mesh.of(world, placement)
         links = compare_with_machines(planning, config, mesh)
         if table is not None:
-            table = replace(table, placement=replace(mesh.placement, chunks=table.chunks))
+            table = replace(table, placement=replace(mesh.placement, group_size=table.group_size))
         teacher = None
         if request.teacher is not None and of_teacher is not None:
             teacher = Teacher.of(request.teacher, of_teacher, config)
-            check_division(teacher.adapter, given.division, lambda: probe.require(teacher.adapter, divided))
+            for check in check_modes:
+                check(teacher.adapter, None)
         decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, probe, teacher)
         if decision.full_table.split:
             probe.require(adapter, Variant(splits_backward=True))
-        if config.cuts_rows:
-            decision.verify_chunks(packing=inputs.packing)
+        decision.verify_modes(packing=inputs.packing)
         return decision
 
-    def verify_chunks(self, *, packing: bool) -> None:
-        """Raise UnsupportedModelError where rows, or packed rows, cannot be cut into chunks: a tiny clone says so."""
-        recomputes_blocks = "block" in self.config.recompute
-        self.probe.require(self.adapter, in_chunks(packing=packing, recomputes_blocks=recomputes_blocks))
+    def verify_modes(self, *, packing: bool) -> None:
+        """Raise UnsupportedModelError where the modes do not go with the model: tiny clones say so."""
+        for mode in parts_of_modes("check").values():
+            mode.verify(self.config, self.adapter, packing=packing, probe=self.probe)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -208,44 +206,42 @@ class Decision:
     @property
     def full_table(self) -> Schedule:
         """The table of training for as many micro-batches as a step has at most."""
-        chunks = self.config.chunks.decided.most
-        return self.schedule(self.config.num_micro_batches * self.planning.inputs.accumulation * chunks, chunks=chunks)
+        size = prod(cutter.most for cutter in cutters_of(self.config))
+        return self.schedule(self.config.num_micro_batches * self.planning.inputs.accumulation * size, group_size=size)
 
-    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None, chunks: int = 1) -> Schedule:
+    def schedule(
+        self, num_micro_batches: int | Sequence[int], name: str | None = None, group_size: int = 1
+    ) -> Schedule:
         """The table for this many micro-batches; by default that of training.
 
         Args:
             num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
             name: of another schedule.
-            chunks: into how many chunks of tokens each row is cut; each counts as a micro-batch.
+            group_size: how many consecutive micro-batches depend on each other.
 
         Raises:
-            ScheduleError: the table was read from a file and has fewer, or cuts rows into other chunks.
+            ScheduleError: the table was read from a file and has fewer, or groups of another size.
         """
         steps = None if isinstance(num_micro_batches, int) else num_micro_batches
         total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
         if self.table is not None and name is None:
-            if chunks != self.table.chunks:
-                raise ScheduleError(
-                    f"the table {self.table.name!r} cuts rows into {self.table.chunks} chunks, and those of this step "
-                    f"are in {chunks}; give rows of at least {self.table.chunks} tokens."
-                )
+            groups.check_step(self.table.name, self.table.group_size, group_size)
             table = self.table.of_first(total)
         else:
             name, num_stages = name or self.config.schedule, self.config.num_stages
             limits = self.recompute.of_table
-            table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
+            table = build(name, num_stages, total, self.world.placement, limits, steps=steps, group_size=group_size)
             table = with_modes(table, self.recompute.entries)
         return with_visits(table) if self.config.visits.offload_weights else table
 
     @cached_property
     def table_of_step(self) -> Callable[[int, int, bool], Schedule]:
-        """(micro-batches, chunks of each row, whether stages are updated beside backwards) -> the table of a step of a
-        synchronous schedule. Each is made once."""
+        """(micro-batches, size of their groups, whether stages are updated beside backwards) -> the table of a step of
+        a synchronous schedule. Each is made once."""
 
         @lru_cache(maxsize=64)
-        def table(num_micro_batches: int, chunks: int, is_beside: bool) -> Schedule:
-            made = self.schedule(num_micro_batches, chunks=chunks)
+        def table(num_micro_batches: int, group_size: int, is_beside: bool) -> Schedule:
+            made = self.schedule(num_micro_batches, group_size=group_size)
             return with_updates_beside(made) if is_beside else with_updates_last(made)
 
         return table

@@ -9,7 +9,7 @@ import torch
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import Weights
 from hf_gpipe.model.stage_parameters import StageParameters

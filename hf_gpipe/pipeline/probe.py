@@ -6,9 +6,6 @@ pipeline asks of it is compared once in a process for equal clones (`model/clone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -20,7 +17,6 @@ from hf_gpipe.adapters import Adapter, Blueprint, StageModel, build_adapter, is_
 from hf_gpipe.adapters.attention.document_positions import is_position_table
 from hf_gpipe.adapters.modules.dropout import masks_of
 from hf_gpipe.adapters.modules.kernels import check_available, kernels_of
-from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.text import TextAdapter, check_reads_text
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
@@ -41,8 +37,7 @@ from hf_gpipe.pipeline.clone_steps import divided_steps, in_stages, split_step
 from hf_gpipe.pipeline.exactness import verify
 from hf_gpipe.pipeline.generated import verify_generation
 from hf_gpipe.pipeline.variant import Variant
-from hf_gpipe.runtime.chunks import SETTING
-from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.chunks import SETTING
 
 #: The largest difference of a clone, where rows or layers are cut: parts that the library computes in float32, such as
 #: the softmax of eager attention, round in another way when shapes change, and liger's kernels compute in float32
@@ -77,8 +72,6 @@ class TinyClones:
             adapter.packed(
                 [text_entries(token, labels=token)]
             )  # raises UserError of attention that sees other documents
-        if variant.ranks > 1:
-            variant = replace(variant, ranks=_ranks_of_clone(adapter, variant.ranks))
         what = f"{variant} {attention_of(adapter)}" + f" {masks_of(adapter.config)}" * (variant.ranks > 1)
         compared_once(adapter, what, lambda: _verified(adapter, variant))
         if variant.chunks > 1 and not variant.packing:
@@ -89,24 +82,6 @@ class TinyClones:
 
 #: The probe of users' pipelines.
 PROBE = TinyClones()
-
-
-def _ranks_of_clone(adapter: TextAdapter, num_ranks: int) -> int:
-    """The clone, which has four heads, has two ranks; four where ranks of the model share key-value heads, and three
-    where their parts are not even. Raises UserError where the model has fewer heads or columns than ranks."""
-    with _naming(f"{Division(num_ranks).text} and"):
-        plan = plan_of(adapter, num_ranks)
-    is_shared = any(cut.is_shared for cut in plan.cuts.values())
-    return 3 if not plan.is_even else 4 if is_shared else 2
-
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Context manager in which reasons why layers cannot be divided become errors that name the key."""
-    try:
-        yield
-    except UserError as error:
-        raise type(error)(f"{key} {error}, or leave tensor_parallel out") from None
 
 
 def _setting(variant: Variant) -> str:
@@ -129,8 +104,7 @@ def _verified(adapter: TextAdapter, variant: Variant) -> float:
         difference = float("inf")  # of a weight that ranks have alike
     except Exception as error:
         if variant.ranks > 1 and isinstance(error.__cause__, UserError):
-            with _naming("tensor_parallel:"):
-                raise error.__cause__ from None
+            raise type(error.__cause__)(f"{setting}: {error.__cause__}, or leave {setting} out") from None
         reason = one_line(str(error), 300)
         raise UnsupportedModelError(f"{family}: {how} fails on a tiny clone: {reason}; leave {setting} out") from error
     if difference <= tolerance(variant):

@@ -22,7 +22,7 @@ from hf_gpipe.runtime.gradient_norm import (
     gradients_of,
     sums_of_squares,
 )
-from hf_gpipe.runtime.micro_batch import Batch, MicroBatch, StepOptions, chunks_of
+from hf_gpipe.runtime.micro_batch import Batch, MicroBatch, StepOptions
 from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -210,7 +210,7 @@ class Steps:
             micro_batches = self.forwards.compared(micro_batches)
         numbers: list[LossAndNorm] = []
         squares: list[torch.Tensor] = []
-        table = self.decision.table_of_step(len(micro_batches), chunks_of(micro_batches), update_stage is not None)
+        table = self.decision.table_of_step(len(micro_batches), micro_batches[0].group_size, update_stage is not None)
 
         def update_beside(stage: int, _: int) -> None:
             assert update_stage is not None, "the table has no H"
@@ -264,7 +264,6 @@ class Steps:
                 )
         if not self._is_packing_verified and any(micro_batch.is_packed for micro_batch in micro_batches):
             self.decision.probe.require(self.adapter, Variant(packing=True))
-            if chunks_of(micro_batches) > 1:
-                self.decision.verify_chunks(packing=True)
+            self.decision.verify_modes(packing=True)
             self._is_packing_verified = True
         return micro_batches

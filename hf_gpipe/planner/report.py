@@ -136,12 +136,12 @@ def _columns(plan: Plan) -> str:
 
 def _mini_batch(plan: Plan) -> str:
     workload, table = plan.costs.workload, plan.timeline.schedule
-    count = table.num_micro_batches // (table.num_steps * table.chunks)
-    cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
+    count = table.num_micro_batches // (table.num_steps * table.group_size)
+    cut = f", cut into {table.group_size} chunks of at most {-(-workload.target_tokens // table.group_size)} tokens"
     longest = f"; rows are counted at {_columns(plan)} tokens, the longest"
     return (
         f"{rows_text(plan)}, as {count} micro-batches of at most {workload.rows}"
-        f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}"
+        f"{', packed' if workload.is_packed else ''}{cut if table.group_size > 1 else ''}"
         f"{longest if workload.has_padding else ''}"
     )
 

@@ -54,7 +54,7 @@ def table_of(
         count = sum(steps)
     given_chunks = 1 if steps else chunks
     built = build(
-        name, num_stages, count, placement, recompute.of_table, steps=steps, chunks=given_chunks, is_checked=False
+        name, num_stages, count, placement, recompute.of_table, steps=steps, group_size=given_chunks, is_checked=False
     )
     table = with_modes(built, recompute.entries)
     return table if steps else with_visits_of(table, settings, inputs)

@@ -18,8 +18,8 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.planner.parameters import Parameters
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.batches import tensors_of
-from hf_gpipe.runtime.cutting import in_chunks
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.chunks import Chunks
@@ -154,6 +154,7 @@ class Workload:
     def micro_batch(self, adapter: Adapter) -> MicroBatch:
         """A micro-batch of this shape, or its chunk, with one arbitrary token everywhere."""
         whole = MicroBatch.alone(self.inputs(adapter))
+        in_chunks = parts_of_modes("cutting")["chunks"].in_chunks
         return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks.most > 1 else whole
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -12,15 +13,35 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.dropout import NoisyRows, key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.losses.loss import PLAIN, Loss
-from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
+from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.micro_batch import Batch, MicroBatch
-from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 #: The `lengths` of a mini-batch in which the first dimension of every tensor is the row.
 NO_LENGTHS: Batch = {}
 #: The name of a temporary entry: the number of each row, which is cut together with the row's tensors.
 _NUMBER = "number of the row"
+
+
+class Cutter(Protocol):
+    """Cuts micro-batches into smaller ones (`hf_gpipe.modes`)."""
+
+    @property
+    def most(self) -> int:
+        """The number of parts of a micro-batch, if it is long enough. They are a group (`MicroBatch.group_size`)."""
+
+    def check(self, adapter: Adapter, batch: Batch, *, packing: bool) -> None:
+        """Raise UserError if the micro-batches of a mini-batch cannot be cut; `packing`: whether its rows are packed"""
+
+    def cut(self, micro_batches: Sequence[MicroBatch], adapter: Adapter) -> Sequence[MicroBatch]:
+        """Cut the micro-batches of a step. The first result has the index of the first of them."""
+
+
+def cutters_of(config: DecidedConfig) -> tuple[Cutter, ...]:
+    """What cuts the micro-batches of training further, by a decided configuration."""
+    found = (mode.cutter(config) for mode in parts_of_modes("cutting").values())
+    return tuple(cutter for cutter in found if cutter is not None)
 
 
 @dataclass
@@ -32,15 +53,14 @@ class Cutting:
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of each micro-batch are packed into one. Rows of a flattened mini-batch always are.
         is_compiled: whether the blocks are compiled by torch.compile.
-        chunks: how rows are cut into chunks of tokens, each of which is a micro-batch of the table. Rows with fewer
-            tokens than chunks are cut into fewer chunks.
+        further: what cuts the micro-batches into those of the table.
     """
 
     num_micro_batches: int
     by_length: bool = False
     packing: bool = False
     is_compiled: bool = False
-    chunks: Chunks = Chunks()
+    further: Sequence[Cutter] = ()
 
 
 _Parts = list[tuple[Mapping[str, torch.Tensor], NoisyRows]]
@@ -66,7 +86,7 @@ def make_micro_batches(
 
     Raises:
         DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
-        UserError: the model or the loss cannot use packed rows, or packed rows cannot be cut into chunks.
+        UserError: the model or the loss cannot use packed rows, or micro-batches cannot be cut further.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -79,10 +99,13 @@ def make_micro_batches(
         adapter.check_keys(batch)
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
-        is_packed, is_cut = cutting.packing or adapter.is_flattened(batch), cutting.chunks.most > 1
-        if is_packed or is_cut:
-            check_batch(adapter, batch, loss, packing=is_packed, is_cut=is_cut)
+        is_packed = cutting.packing or adapter.is_flattened(batch)
+        if is_packed and not loss.is_of_tokens:
+            raise UserError(NOT_PACKED.format(type(loss).__name__))
+        for cutter in cutting.further:
+            cutter.check(adapter, batch, packing=is_packed)
         if is_packed:
+            check_text_alone(adapter, batch, "packing")
             parts += _of_documents(adapter, batch, cutting, partial(mix, seed, step), len(parts))
         else:
             seed_of = partial(mix, seed, step, key("row"))
@@ -95,19 +118,24 @@ def make_micro_batches(
     num_units, num_tokens = (
         max(1, sum(int(number(target).sum()) for target in targets)) for number in (loss.row_units, loss.row_tokens)
     )
-    whole = [
+    micro_batches: Sequence[MicroBatch] = [
         MicroBatch(
             first + i, inputs, mix(seed, step, i), num_units, len(parts), (step, owner), rows, num_tokens=num_tokens
         )
         for i, ((inputs, rows), owner) in enumerate(zip(parts, owners, strict=True))
     ]
-    chunks = cutting.chunks
-    if chunks.most > 1:
-        chunks = chunks.within(min(adapter.main_input(inputs).shape[1] for inputs, _ in parts))
-    if chunks.most == 1:
-        return whole
-    of_chunks = (chunk for micro_batch in whole for chunk in in_chunks(micro_batch, chunks, adapter))
-    return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
+    for cutter in cutting.further:
+        micro_batches = cutter.cut(micro_batches, adapter)
+    return [*micro_batches]
+
+
+def check_text_alone(adapter: Adapter, batch: Batch, option: str) -> None:
+    """Raise UserError if a mini-batch has images, whose tokens an option would separate from them."""
+    if images := sorted(batch.keys() & set(adapter.image_keys)):
+        raise UserError(
+            f"the batch has {images[0]!r}, and {option} is for rows of text alone, because it would separate tokens "
+            f"from their images; leave {option} out"
+        )
 
 
 def _of_documents(
@@ -144,21 +172,6 @@ def _of_rows(
     width = adapter.main_input(batch).shape[-1]
     rows = [NoisyRows(tuple(map(seed_of, part.pop(_NUMBER).tolist())), width, width) for part in parts]
     return [(adapter.with_known_masks(adapter.prepare(part)), own) for part, own in zip(parts, rows, strict=True)]
-
-
-def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[MicroBatch]:
-    """The chunks of a micro-batch, as micro-batches with its index. A chunk's seed also depends on its own number."""
-    length = adapter.main_input(whole.inputs).shape[1]
-    return [
-        replace(
-            whole,
-            inputs=part,
-            seed=mix(whole.seed, number),
-            rows=whole.rows._replace(start=whole.rows.start + start),
-            chunk=Chunk(whole.index, start, length, chunks.most),
-        )
-        for number, (start, part) in enumerate(cut(whole.inputs, chunks, adapter))
-    ]
 
 
 def split_rows(

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World, backend_of
 from hf_gpipe.schedule.placement import Placement

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
+from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.modules.dropout import NoisyRows
-from hf_gpipe.runtime.chunks import Chunk
+from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.runtime.teacher import TeacherLogits
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
 """(logits (B, T, V), the micro-batch's inputs), called in evaluation."""
+
+
+class Shared(Protocol):
+    """What a stage keeps for several micro-batches."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in memory."""
+
+
+SharedStates = dict[int, Shared]
+"""What a stage keeps for several micro-batches, under numbers that these choose."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class MicroBatch:
         num_tokens: in the whole mini-batch, as the loss counts them (`Loss.row_tokens`); at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
         mini_batch: the number of the step, or of the evaluation, and that of its mini-batch in it.
-        chunk: the tokens of its rows that it has; None: all.
+        group_size: how many consecutive micro-batches depend on each other, of which it is one (`Placement`).
         shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
@@ -41,7 +54,7 @@ class MicroBatch:
     num_micro_batches: int
     mini_batch: tuple[int, int] = (0, 0)
     rows: NoisyRows = NoisyRows()
-    chunk: Chunk | None = None
+    group_size: int = 1
     num_tokens: int = 1
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
@@ -50,6 +63,23 @@ class MicroBatch:
         """The only micro-batch of a step that does not count, with these prepared inputs."""
         num_targets = inputs["labels"].numel() if "labels" in inputs else 1
         return cls(0, inputs, seed=0, num_units=num_targets, num_micro_batches=1)
+
+    def run(
+        self,
+        stage: StageModel,
+        carry: Mapping[str, torch.Tensor],
+        deferred: DeferredLogits | None,
+        shared: SharedStates,
+    ) -> dict[str, torch.Tensor]:
+        """Run a stage's model on it; carry, `deferred` and the result are those of `StageModel`.
+
+        Args:
+            shared: what the stage keeps for several micro-batches, to which this one may add.
+        """
+        return stage(self.inputs, carry, self.seed, deferred, self.rows)
+
+    def leave(self, shared: SharedStates) -> None:
+        """Drop what no other micro-batch needs of `shared`, once the backward of this one has run on a stage."""
 
     def with_inputs(self, inputs: Mapping[str, torch.Tensor]) -> MicroBatch:
         """Replace the inputs by others that have the same shapes at the boundaries."""
@@ -105,12 +135,6 @@ class Context:
     carry: Mapping[str, torch.Tensor]
     options: StepOptions = PLAIN_STEP
     teacher: TeacherLogits | None = None
-
-
-def chunks_of(micro_batches: Sequence[MicroBatch]) -> int:
-    """Into how many chunks the rows of a step's micro-batches are cut."""
-    chunk = micro_batches[0].chunk
-    return 1 if chunk is None else chunk.of
 
 
 def on_devices(

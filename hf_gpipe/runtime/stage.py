@@ -13,16 +13,12 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.base import Inputs
-from hf_gpipe.adapters.chunk_cache import RowCache
 from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.modules.weight_gradients import Product, kept_bytes
-from hf_gpipe.adapters.routers import ChunkRouters
-from hf_gpipe.libraries.transformers import cache_argument
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch, SharedStates
 
 Tensors = dict[str, torch.Tensor]
 
@@ -62,7 +58,7 @@ class Stage:
     Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
         trainable_outputs: the same for the tensors that it sends; empty on the last stage.
-        row_caches: what later chunks of a row read of earlier chunks, between the row's first F and its last B or I.
+        shared: what micro-batches leave to others between their first F and their last B or I.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class Stage:
         self._live: dict[int, _Live] = {}
         #: The parts of the weight gradients of each micro-batch between its I and W.
         self._kept: dict[int, list[Product]] = {}
-        self.row_caches: dict[int, RowCache] = {}
+        self.shared: SharedStates = {}
 
     @property
     def is_last(self) -> bool:
@@ -114,10 +110,10 @@ class Stage:
         )
 
     def tensors_between_actions(self) -> list[torch.Tensor]:
-        """Tensors that are on the device whatever graphs there are: weights, buffers, rows of chunks, and weights in
-        other types."""
+        """Tensors that are on the device whatever graphs there are: weights, buffers, what micro-batches leave to
+        others, and weights in other types."""
         held = [*self.model.model.parameters(), *self.model.model.buffers()]
-        held += (tensor for row in self.row_caches.values() for tensor in row.tensors())
+        held += (tensor for state in self.shared.values() for tensor in state.tensors())
         if self.model.weight_gradients is not None:
             held += self.model.weight_gradients.all_converted
         return held
@@ -148,9 +144,7 @@ class Stage:
                 live.loss.copy_(graph.loss.detach())
         elif roots := graph.roots:
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
-        chunk = live.context.micro_batch.chunk
-        if chunk is not None and not chunk.start:
-            del self.row_caches[chunk.sequence]
+        live.context.micro_batch.leave(self.shared)
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in graph.inputs.items()
@@ -255,7 +249,7 @@ class Stage:
         """Drop everything of the current step, after a failure."""
         self._live.clear()
         self._kept.clear()
-        self.row_caches.clear()
+        self.shared.clear()
         self.model.batch_norms.reset()
         self.end_step()
 
@@ -314,9 +308,7 @@ class Stage:
 
                 # Before the hook by which they enter a head that is divided.
                 hooks.enter_context(head.register_forward_pre_hook(keep, prepend=True))
-            inputs, routers = self._with_past(micro_batch)
-            length = None if micro_batch.chunk is None else micro_batch.chunk.length
-            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.rows, routers, length)
+            outputs = micro_batch.run(self.model, carry, deferred, self.shared)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         logits = outputs.pop("logits", None)
@@ -329,17 +321,6 @@ class Stage:
             teacher=context.teacher,
         )
         return outputs, deferred, read
-
-    def _with_past(self, micro_batch: MicroBatch) -> tuple[Inputs, ChunkRouters | None]:
-        """The inputs of a micro-batch, and router logits; a chunk's have the keys and values of those before it."""
-        inputs = micro_batch.inputs
-        if (chunk := micro_batch.chunk) is None:
-            return inputs, None
-        if chunk.sequence not in self.row_caches:
-            self.row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
-        rows = self.row_caches[chunk.sequence]
-        routers = rows.routers_at(chunk.start, *self.model.adapter.main_input(inputs).shape)
-        return {**inputs, cache_argument(self.model.model): rows.at(chunk.start), "use_cache": True}, routers
 
     def _loss_of(
         self, loss: Loss, read: LossInputs, deferred: DeferredLogits | None, added: torch.Tensor | None

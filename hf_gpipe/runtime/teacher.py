@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from hf_gpipe.adapters.division import StageDivision
 from hf_gpipe.adapters.modules.head import DeferredLogits
-from hf_gpipe.adapters.tensor_parallel.split import Division
 
 
 class TeacherLogits:
@@ -18,14 +18,13 @@ class TeacherLogits:
         division: of the stage that has the head.
     """
 
-    def __init__(self, deferred: DeferredLogits, division: Division | None) -> None:
+    def __init__(self, deferred: DeferredLogits, division: StageDivision) -> None:
         self._deferred, self._hidden = deferred, deferred.take_hidden().flatten(0, -2)
         self._division = division
 
     def whole(self, rows: slice) -> torch.Tensor:
         """The logits of these positions and all tokens, (N, V)."""
-        own = self.of(rows)
-        return own if self._division is None else self._division.logits(own)
+        return self._division.logits(self.of(rows))
 
     @torch.no_grad()
     def of(self, rows: slice) -> torch.Tensor:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
 from hf_gpipe.runtime.mesh import Mesh
 
 
@@ -109,10 +108,7 @@ class Ties:
                 owners = replicas[self.owner_stage[name]]
                 stage, of_stages = lowest[world.rank], runs.get(name, {})
                 parameter, own_run = models[stage].parameters[name], of_stages.get(stage)
-                division = models[stage].division
-                of_all: tuple[tuple[int, int], ...] = ()
-                if of_stages and isinstance(division, HeadDivision):
-                    of_all = tuple(part for (part,) in division.cut.parts)
+                of_all = models[stage].division.rows(name)[1] if of_stages else ()
                 self._ties.append(_Tie(parameter, owners, groups[places], of_all, own_run))
 
     def begin(self) -> None:
@@ -169,8 +165,8 @@ class Ties:
 
 
 def _rows_of(model: StageModel, name: str) -> tuple[int, int] | None:
-    """The rows of a parameter that a process has, where it has a part of the head; None: it has the whole."""
-    return model.division.rows_of(name) if isinstance(model.division, HeadDivision) else None
+    """The rows of a parameter that a process has, where it has a part; None: it has the whole."""
+    return model.division.rows(name)[0]
 
 
 def share_within_process(

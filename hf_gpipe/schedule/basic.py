@@ -27,15 +27,15 @@ def naive(num_micro_batches: int, placement: Placement, limits: Limits) -> list[
         stage 1  .. F0 .. .. .. B0 -- .. .. .. F1 .. .. .. B1 -- .. ..
         stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
     """
-    orders = [_one_row_after_another(s, num_micro_batches, placement) for s in range(placement.num_stages)]
+    orders = [_one_group_after_another(s, num_micro_batches, placement) for s in range(placement.num_stages)]
     return merge_with_recomputations(orders, placement, limits)
 
 
-def _one_row_after_another(stage: int, num_micro_batches: int, placement: Placement) -> list[Action]:
-    """The order of a stage that runs the backwards of a micro-batch, or of a row's chunks, right after its forwards."""
+def _one_group_after_another(stage: int, num_micro_batches: int, placement: Placement) -> list[Action]:
+    """The order of a stage that runs the backwards of a micro-batch, or of a group, right after its forwards."""
     order: list[Action] = []
-    for row in placement.rows_of(range(num_micro_batches)):
-        order += [_forward(stage, m) for m in row] + [_backward(stage, m) for m in reversed(row)]
+    for group in placement.groups_of(range(num_micro_batches)):
+        order += [_forward(stage, m) for m in group] + [_backward(stage, m) for m in reversed(group)]
     return order
 
 
@@ -82,7 +82,7 @@ def gpipe_fused(num_micro_batches: int, placement: Placement, limits: Limits) ->
         [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in placement.backward_order(micro_batches)]
         for s in range(last)
     ]
-    orders.append(_one_row_after_another(last, num_micro_batches, placement))
+    orders.append(_one_group_after_another(last, num_micro_batches, placement))
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
@@ -97,7 +97,7 @@ def one_forward_one_backward(num_micro_batches: int, placement: Placement, limit
     r is the number of the stage's replicas and n that of all replicas of stages s to K-1. It is K-s where all stages
     have as many.
 
-    Where rows are cut into c chunks, the first backward is that of a row's last chunk, so a stage starts with c-1
+    In groups of c micro-batches the first backward is that of a group's last one, so a stage starts with c-1
     forwards more (Seq1F1B, arXiv 2406.03488, section 3).
 
     K = 3, M = 4, without recomputation and with it:
@@ -148,12 +148,12 @@ def forwards_ahead(placement: Placement, stage: int) -> int:
     """The forwards that a replica of a stage runs in 1F1B before it runs each forward with one backward.
 
     Of all replicas from this stage on it is the share of one replica of the stage, rounded up, less one. Without
-    replicas it is K-s-1. Of a row in c chunks the last one's backward is first, so it is c-1 more; where stages differ
+    replicas it is K-s-1. Of a group of c the last one's backward is first, so it is c-1 more; where stages differ
     in their replicas, a later stage takes whole rows from them in turn, so it is the share in rows.
     """
     in_flight = -(-sum(placement.replicas[stage:]) // len(placement.workers[stage]))
-    chunks = placement.chunks
-    return in_flight * chunks - 1 if len(set(placement.replicas)) > 1 else in_flight - 1 + chunks - 1
+    size = placement.group_size
+    return in_flight * size - 1 if len(set(placement.replicas)) > 1 else in_flight - 1 + size - 1
 
 
 def forward_only(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:

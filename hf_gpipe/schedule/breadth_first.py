@@ -22,7 +22,7 @@ def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) 
     The pipeline fills once with stages a fraction as long, so with P processes and enough micro-batches the bubble is
     gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.schedule.visits`) come twice in a step.
 
-    The last stage runs each micro-batch's backward right after its forward, and those of a row's chunks, the last one
+    The last stage runs each micro-batch's backward right after its forward, and those of a group, the last one
     first, right after their forwards. The backwards of the other stages follow in the order in which gradients arrive.
 
     K = 4, M = 2, on two processes, without recomputation:
@@ -38,9 +38,9 @@ def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) 
     def run(stage: int, *kinds: ActionKind) -> None:
         for process in placement.workers[stage]:
             order = orders.setdefault(placement.place_of(process, stage), [])
-            for row in placement.rows_of(placement.micro_batches_of(stage, process, num_micro_batches)):
+            for group in placement.groups_of(placement.micro_batches_of(stage, process, num_micro_batches)):
                 for kind in kinds:
-                    order += [Action(kind, stage, m) for m in (row if kind == FORWARD else reversed(row))]
+                    order += [Action(kind, stage, m) for m in (group if kind == FORWARD else reversed(group))]
 
     last = placement.num_stages - 1
     for stage in range(last):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError, nearest
+from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.basic import forward_only, gpipe, gpipe_fused, naive, one_forward_one_backward
@@ -138,7 +139,7 @@ def build(
     recompute: str | tuple[int | None, ...] = "stage",
     replicas: int | Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
-    chunks: int = 1,
+    group_size: int = 1,
     *,
     is_checked: bool = True,
 ) -> Schedule:
@@ -151,7 +152,7 @@ def build(
         name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
         num_stages: K, at least 1.
         num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K. Of an asynchronous
-            schedule those of all steps. Of rows that are cut into chunks the number of all chunks.
+            schedule those of all steps. Of groups the number of all members.
         placement: where the stages are; None: each replica of a stage in its own process.
         recompute: "stage": a backward (B or I) is preceded by a recomputation R of its stage, but for the last stage of
             all but naive and gpipe; "none": no R; or for each stage the most autograd graphs that it may
@@ -159,13 +160,13 @@ def build(
             `hf_gpipe.schedule.recompute`.
         replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
         steps: of an asynchronous schedule the number of micro-batches of each step; None: one step.
-        chunks: into how many chunks of tokens each row is cut, each a micro-batch of the table.
+        group_size: how many consecutive micro-batches depend on each other (`hf_gpipe.schedule.groups`).
         is_checked: whether `check_table` sees it, which takes about as long as a simulation. A search compares many
             tables, and checks the one that it takes.
 
     Raises:
         ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
-            another number of stages or replicas, or one that the schedule cannot use, rows that lack chunks, or chunks
+            another number of stages or replicas, or one that the schedule cannot use, groups that are not whole, or
             that the schedule has no order for.
     """
     _check_name(name)
@@ -191,19 +192,11 @@ def build(
         placement = Placement.one_stage_each(num_stages, counts)
         if name in DEALT and len(set(counts)) == 1:
             placement = Placement.dealt(num_stages, num_stages).replicated(counts[0])
-    if chunks > 1:
-        if is_asynchronous or name in (*DIVIDED_HEAD, *DEALT):
-            others = [schedule for schedule in SCHEDULES if not schedule.startswith("vocab") and schedule not in DEALT]
-            raise ScheduleError(
-                f"schedule {name!r} has no order for rows that are cut into chunks (chunks is {chunks}); use one of "
-                f"{', '.join(others)}, or let chunks be 1."
-            )
-        if num_micro_batches % chunks:
-            raise ScheduleError(
-                f"schedule {name!r}: num_micro_batches is {num_micro_batches} and chunks is {chunks}: each row has all "
-                "its chunks; use a multiple of chunks."
-            )
-        placement = replace(placement, chunks=chunks)
+    if group_size > 1:
+        ordered = [schedule for schedule in SCHEDULES if not schedule.startswith("vocab") and schedule not in DEALT]
+        has_order = not is_asynchronous and name not in (*DIVIDED_HEAD, *DEALT)
+        groups.check_schedule(name, group_size, num_micro_batches, ordered, has_order=has_order)
+        placement = replace(placement, group_size=group_size)
     if placement.num_stages != num_stages:
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages}, but the placement is of {placement.num_stages} stages."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.kinds import RECOMPUTE, Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
@@ -31,18 +32,18 @@ def read_table(
     num_micro_batches: int | str,
     num_processes: int,
     replicas: int | Sequence[int] = 1,
-    chunks: int = 1,
+    group_size: int = 1,
 ) -> Schedule:
     """Read the table of a training step from a file, and check that it is valid and fits these numbers.
 
     Args:
         path: path of the file; ~ is the home directory.
         num_stages: K.
-        num_micro_batches: micro-batches per step: M times the accumulated mini-batches, and times the chunks of a row.
+        num_micro_batches: micro-batches per step: M times the accumulated mini-batches, and times the size of groups.
             A string is an error.
         num_processes: the number of processes of the job.
         replicas: the number of replicas of every stage, or of each.
-        chunks: into how many chunks of tokens each row is cut.
+        group_size: of the groups of micro-batches.
 
     Raises:
         ScheduleError: the file and the line that is wrong, what was found, what is allowed and the next step.
@@ -71,16 +72,12 @@ def read_table(
                 f"the table has {table.num_stages} stages, and num_stages is {num_stages}; change one of them.",
                 "num_stages",
             )
-        if table.chunks != chunks:
-            raise ScheduleError(
-                f"the table cuts rows into {table.chunks} chunks, and sequence_chunks is {chunks}; change one of them.",
-                "num_micro_batches" if table.chunks == 1 else "chunks",
-            )
+        groups.check_file(table.group_size, group_size)
         if table.num_micro_batches != num_micro_batches:
             raise ScheduleError(
                 f"the table has {table.num_micro_batches} micro-batches, and num_micro_batches, times the mini-batches "
-                f"that a step accumulates{' and the chunks of a row' if chunks > 1 else ''}, is {num_micro_batches}; "
-                "change one of them.",
+                f"that a step accumulates{f' and the {groups.MEMBERS}' if group_size > 1 else ''}, is "
+                f"{num_micro_batches}; change one of them.",
                 "num_micro_batches",
             )
         if table.placement.replicas != replicas_of(num_stages, replicas):

@@ -2,23 +2,23 @@
 
 A process has several stages, which are assigned in turn.
 
-Micro-batches are run in groups. A process takes a whole group forward through its first stage, then through its second
-stage, and so on. A group of at least P micro-batches, where P is the number of processes, is long enough that its first
-micro-batch is back from the other processes when the process turns to its next stage. Backwards take the same groups
+Micro-batches are run in rounds. A process takes a whole round forward through its first stage, then through its second
+stage, and so on. A round of at least P micro-batches, where P is the number of processes, is long enough that its first
+micro-batch is back from the other processes when the process turns to its next stage. Backwards take the same rounds
 through the stages in reverse. A process starts with forwards alone and then alternates one forward and one backward:
 
 - the last process starts each micro-batch's backward on the last stage right after its forward;
 - a process that is d processes before the last one is 2d forwards further ahead, as in the published order. Half of
   these forwards would fill the pipeline where transfers are free; messages travel during the other half.
 
-The published order takes groups of P and so needs M to be a multiple of P. Here there are M // P groups, whose sizes
-are equal or differ by one, and no group is smaller than P; where M < P there is one group. For a multiple of P this is
-the published order. The smaller groups come first, because a process that went over to smaller groups would run
+The published order takes rounds of P and so needs M to be a multiple of P. Here there are M // P rounds, whose sizes
+are equal or differ by one, and no round is smaller than P; where M < P there is one round. For a multiple of P this is
+the published order. The smaller rounds come first, because a process that went over to smaller rounds would run
 backwards while others wait for its forwards.
 
-Where rows are cut into chunks, a group has whole rows, and enough of them for at least P chunks. The backward of a row
-begins with its last chunk. So where rows have c chunks, each process runs c - 1 more forwards before its first backward
-(Seq1F1B, arXiv 2406.03488, section 3).
+Where micro-batches depend on each other in groups of c, a round has whole groups, and enough of them for at least P
+micro-batches. The backward of a group begins with its last member, so each process runs c - 1 more forwards before its
+first backward (Seq1F1B, arXiv 2406.03488, section 3).
 
 Each replica of the pipeline does this with its own micro-batches, on its own P processes.
 """
@@ -80,8 +80,8 @@ def _interleaved_orders(num_micro_batches: int, placement: Placement) -> list[li
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     for replica in range(num_replicas):
         own = placement.micro_batches_of(0, placement.workers[0][replica], num_micro_batches)
-        rows = placement.rows_of(own)
-        for stage, order in enumerate(_orders_of_pipeline(placement.num_stages, num_processes, rows, placement.chunks)):
+        groups, size = placement.groups_of(own), placement.group_size
+        for stage, order in enumerate(_orders_of_pipeline(placement.num_stages, num_processes, groups, size)):
             orders[placement.workers[stage][replica]] = order
     return orders
 
@@ -97,21 +97,21 @@ def _is_in_turn(placement: Placement, num_processes: int) -> bool:
 
 
 def _orders_of_pipeline(
-    num_stages: int, num_processes: int, rows: Sequence[Sequence[int]], chunks: int
+    num_stages: int, num_processes: int, groups: Sequence[Sequence[int]], group_size: int
 ) -> list[list[Action]]:
     """The forwards and backwards of each process of one replica of the pipeline."""
     stages_each = num_stages // num_processes
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
     ahead: list[int] = []
-    for group in _groups(rows, -(-num_processes // chunks)):
-        forwards += [(turn, m) for turn in range(stages_each) for row in group for m in row]
-        backwards += [(turn, m) for turn in reversed(range(stages_each)) for row in group for m in reversed(row)]
-        # Of all forwards of the group, those of its last turn alone may still be to come at its first backward.
-        ahead += [(stages_each - 1) * chunks * len(group)] * (stages_each * chunks * len(group))
+    for round_ in _rounds(groups, -(-num_processes // group_size)):
+        forwards += [(turn, m) for turn in range(stages_each) for group in round_ for m in group]
+        backwards += [(turn, m) for turn in reversed(range(stages_each)) for group in round_ for m in reversed(group)]
+        # Of all forwards of the round, those of its last turn alone may still be to come at its first backward.
+        ahead += [(stages_each - 1) * group_size * len(round_)] * (stages_each * group_size * len(round_))
     orders = []
     for process in range(num_processes):
-        further = 2 * (num_processes - 1 - process) + chunks - 1
+        further = 2 * (num_processes - 1 - process) + group_size - 1
         own_forwards, own_backwards = (
             [Action(kind, turn * num_processes + process, m) for turn, m in of_kind]
             for kind, of_kind in ((FORWARD, forwards), (BACKWARD, backwards))
@@ -121,14 +121,14 @@ def _orders_of_pipeline(
     return orders
 
 
-def _groups(rows: Sequence[Sequence[int]], fewest: int) -> list[Sequence[Sequence[int]]]:
-    """Consecutive rows, at least `fewest` in each group where there are as many; the smaller groups first."""
-    count = max(1, len(rows) // fewest)
-    size, extra = divmod(len(rows), count)
-    groups: list[Sequence[Sequence[int]]] = []
+def _rounds(groups: Sequence[Sequence[int]], fewest: int) -> list[Sequence[Sequence[int]]]:
+    """Consecutive groups, at least `fewest` in each round where there are as many; the smaller rounds first."""
+    count = max(1, len(groups) // fewest)
+    size, extra = divmod(len(groups), count)
+    rounds: list[Sequence[Sequence[int]]] = []
     start = 0
     for index in range(count):
         stop = start + size + (index >= count - extra)
-        groups.append(rows[start:stop])
+        rounds.append(groups[start:stop])
         start = stop
-    return groups
+    return rounds

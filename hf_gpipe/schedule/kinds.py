@@ -92,9 +92,10 @@ class Held(StrEnum):
     """The gradients of weights that visit, until D of the next gradients on the device begins."""
 
     ROW = "row"
-    """The keys and values of a row that is cut into chunks: from its first F to the end of its last B or I."""
+    """What the micro-batches of a group leave to each other: from the first F of the group to the end of its last B or
+    I."""
     ROW_GRADIENTS = "gradients of a row"
-    """The gradients of the row's keys and values, from its first B or I on."""
+    """The gradients of these tensors, from the group's first B or I on."""
 
     HEAD_INPUT = "head input"
     """The hidden states that S receives."""
@@ -123,9 +124,9 @@ class ActionKind(str):
     """Kinds that come before it, where the table has them: of the same stage and micro-batch, or step."""
     needed_by: tuple[ActionKind, ...] = ()
     """Kinds that it comes before. So a new kind need not change another record."""
-    chunk_before: int = 0
-    """The chunk of a row whose action of the same kind comes first on the stage. -1: the chunk before, as a forward
-    attends to earlier tokens; 1: the chunk after, whose backward leaves the gradients of keys and values; 0: none."""
+    before_in_group: int = 0
+    """The member of a group whose action of the same kind comes first on the stage. -1: the one before, whose forward
+    leaves tensors; 1: the one after, whose backward leaves the gradients of such tensors; 0: none."""
     after_update: bool = False
     """Whether it comes after U of the step before, at which the gradients of that step are dropped."""
     way: int = -1
@@ -241,18 +242,18 @@ _HALF, _USED = ("backward_seconds", Fraction(1, 2)), (Held.INPUT, Held.GRAPH)
 # fmt: off
 FORWARD = add_kind(ActionKind(
     "F", "forward", (("forward_seconds", 1),), "forward", "#5b9bd5", ticks=1,
-    way=1, sends=True, chunk_before=-1, rule=_ONCE, in_training_only=False,
+    way=1, sends=True, before_in_group=-1, rule=_ONCE, in_training_only=False,
     receives=Held.INPUT, makes=Held.GRAPH, frees=(Held.INPUT,), working=Held.FORWARD, working_alone=Held.FORWARD_ONLY))
 RECOMPUTE = add_kind(ActionKind(
     "R", "recompute", (("recompute_seconds", 1), ("forward_seconds", 1)), "recompute", "#f2c14e", ticks=1,
     needs=(FORWARD,), fills_idle=True, receives=Held.INPUT, makes=Held.GRAPH, working=Held.FORWARD))
 BACKWARD = add_kind(ActionKind(
     "B", "backward", (("backward_seconds", 1),), "backward", "#2a7f62", "white", ticks=2,
-    needs=(FORWARD, RECOMPUTE), chunk_before=1, after_update=True, sends=True, rule=_ONCE, completes_micro_batch=True,
-    receives=Held.GRADIENT, frees=_USED, working=Held.BACKWARD))
+    needs=(FORWARD, RECOMPUTE), before_in_group=1, after_update=True, sends=True, rule=_ONCE,
+    completes_micro_batch=True, receives=Held.GRADIENT, frees=_USED, working=Held.BACKWARD))
 INPUT = add_kind(ActionKind(
     "I", "input gradient", (("input_seconds", 1), _HALF), "backward", "#5fb49c", ticks=1,
-    needs=(FORWARD, RECOMPUTE), chunk_before=1, after_update=True, sends=True, rule=_PARTS, part_of=BACKWARD,
+    needs=(FORWARD, RECOMPUTE), before_in_group=1, after_update=True, sends=True, rule=_PARTS, part_of=BACKWARD,
     receives=Held.GRADIENT, makes=Held.DEFERRED, frees=_USED, working=Held.BACKWARD))
 WEIGHT = add_kind(ActionKind(
     "W", "weight gradient", (("weight_seconds", 1), _HALF), "backward", "#1f4e3d", "white", ticks=1,

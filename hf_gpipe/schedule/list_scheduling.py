@@ -71,7 +71,7 @@ def best_listed(
         effort: of a search for better rules than those of `PRIORITIES`, in actions of tables that are tried.
 
     Raises:
-        ScheduleError: a limit leaves no room for one micro-batch, or all chunks of a row, in all stages of a device.
+        ScheduleError: a limit leaves no room for one micro-batch, or a whole group, in all stages of a device.
     """
     starts = [_rules_of(priority, in_flight or [math.inf] * placement.num_stages) for priority in PRIORITIES]
 

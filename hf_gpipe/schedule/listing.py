@@ -2,9 +2,9 @@
 
 A forward waits if it would leave no room for the oldest micro-batch of the deeper stages of its device, or of its own
 stage where that micro-batch has to be recomputed. So the oldest micro-batch can always go on, and every table runs to
-its end. Where rows are cut into chunks, each a micro-batch, a row's backward needs the forwards of all its chunks. So a
-forward waits too if a row before its own, which has forwards left on the device, would then not find room for all its
-chunks once older rows have gone. Such tables have no R.
+its end. Where micro-batches depend on each other in groups, a group's backward needs all its forwards. So a forward
+waits too if a group before its own, which has forwards left on the device, would then not find room for all of it once
+older groups have gone. Such tables have no R.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, WEIGHT
 from hf_gpipe.schedule.placement import Placement
@@ -105,7 +106,7 @@ class _Lane:
     def next(self, free_at: float, room: float, *, leaves_room: bool) -> _Next | None:
         """Its next action, as far as it is known by now, on a device that is free from then on and has so much room.
 
-        `leaves_room` says whether a forward would leave room for rows of chunks.
+        `leaves_room` says whether a forward would leave room for groups.
         """
         own, rules, forwards, inputs = self.own, self.rules, self.forwards, self.inputs
         (rank_f, rank_r, rank_i, rank_w), depth = rules.ranks, -self.stage
@@ -163,7 +164,7 @@ class Run:
         self, placement: Placement, num_micro_batches: int, work: Work, limits: Sequence[float], rules: Rules
     ) -> None:
         self._work = work
-        self._chunks = placement.chunks
+        self._group_size = placement.group_size
         self._seconds = (
             work.forward_seconds,
             work.recompute_seconds or (),
@@ -191,9 +192,9 @@ class Run:
                 self._places[number].lanes.append(lane)
                 self._lanes[stage].append((lane, number))
         for place in self._places:
-            needed = self._chunks * sum(lane.held for lane in place.lanes)
+            needed = self._group_size * sum(lane.held for lane in place.lanes)
             if needed > place.room:
-                what = "one micro-batch" if self._chunks == 1 else f"a row of {self._chunks} chunks"
+                what = groups.in_words(self._group_size)
                 raise ScheduleError(
                     f"process {place.lanes[0].process} may hold {place.room:g}, and {what} in its stages "
                     f"takes {needed:g}; let it hold more."
@@ -237,7 +238,7 @@ class Run:
         best: _Next | None = None
         chosen = place.lanes[0]
         for lane in place.lanes:
-            leaves_room = self._chunks == 1 or self._leaves_room_for_rows(place, lane)
+            leaves_room = self._group_size == 1 or self._leaves_room_for_groups(place, lane)
             following = lane.next(free_at, room, leaves_room=leaves_room)
             if following is not None and (best is None or following < best):
                 best, chosen = following, lane
@@ -247,23 +248,23 @@ class Run:
             start, rank, depth, kind, keeps = best
             heappush(self._waiting, (start, rank, depth, number, place.version, chosen, kind, keeps))
 
-    def _leaves_room_for_rows(self, place: _Place, lane: _Lane) -> bool:
-        """Whether the oldest row with forwards left on a device finds room for all its chunks after the lane's next.
+    def _leaves_room_for_groups(self, place: _Place, lane: _Lane) -> bool:
+        """Whether the oldest group with forwards left on a device finds room for all of it after the lane's next.
 
-        Of the rows before it nothing is left by then. Of later rows, whose backward comes after its own, all is held.
+        Of the groups before it nothing is left by then. Of later ones, whose backward comes after its own, all is held.
         """
-        chunks = self._chunks
+        size = self._group_size
         left = {
-            other.stage: other.own[other.forwards] // chunks for other in place.lanes if other.forwards < len(other.own)
+            other.stage: other.own[other.forwards] // size for other in place.lanes if other.forwards < len(other.own)
         }
         oldest = min(left.values(), default=0)
         if left.get(lane.stage, oldest) == oldest:
             return True
         taken = lane.held
         for other in place.lanes:
-            after = bisect_left(other.own, (oldest + 1) * chunks)
-            if after and other.own[after - 1] // chunks == oldest:
-                taken += chunks * other.held
+            after = bisect_left(other.own, (oldest + 1) * size)
+            if after and other.own[after - 1] // size == oldest:
+                taken += size * other.held
             taken += max(other.forwards - after, 0) * other.held
         return taken <= place.size
 
@@ -303,7 +304,7 @@ class Run:
             return number
         if after < 0:
             return number
-        receiver, its_number = self._lanes[after][m // self._chunks % len(self._lanes[after])]
+        receiver, its_number = self._lanes[after][m // self._group_size % len(self._lanes[after])]
         arrives = end if its_number == number else end + self._work.transfer_seconds[min(stage, after)]
         (receiver.arrived if kind == _F else receiver.gradients)[m] = arrives
         return its_number

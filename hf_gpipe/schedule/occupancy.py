@@ -56,8 +56,8 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[str
             if span is first_completed:
                 yield Held.FIRST_BACKWARD, span.computes, span.end
                 yield Held.WEIGHT_GRADIENTS, span.end, math.inf
-    for row in schedule.placement.rows_of(own) if schedule.chunks > 1 else ():
-        spans = [span for micro_batch in row for span in spans_of[micro_batch]]
+    for group in schedule.placement.groups_of(own) if schedule.group_size > 1 else ():
+        spans = [span for micro_batch in group for span in spans_of[micro_batch]]
         backwards = [span for span in spans if span.action.kind.takes_gradient]
         end = max(span.end for span in backwards or spans)
         yield Held.ROW, min(span.computes for span in spans), end

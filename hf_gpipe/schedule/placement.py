@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hf_gpipe.errors import ScheduleError, one_line
+from hf_gpipe.schedule import groups
 
 MOST_PLACES = 100_000
 """The most replicas of all stages together: before anything is made that is as large as a number in a file."""
@@ -18,9 +19,9 @@ class Placement:
     """Which workers, and which device of each, hold each stage.
 
     The workers of a stage are its replicas. Builders deal micro-batches out to them in turn: micro-batch m runs on the
-    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). Where
-    rows are cut into c chunks, each a micro-batch, all of a row run on replica (m // c) % r. Where an action runs, its
-    row in the table says. Several stages may share a worker, in any order.
+    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). In
+    groups of c micro-batches that depend on each other, all of a group run on replica (m // c) % r. Where an action
+    runs, its row in the table says. Several stages may share a worker, in any order.
 
     Where stages are dealt, their weights are in CPU memory, which the workers of a replica's pipeline share (its
     crew). An action may then stand in the row of any of them. `workers` has of each stage the one that updates it.
@@ -29,20 +30,20 @@ class Placement:
         workers: of each stage its worker, or the workers of its replicas in order.
         devices: the device string of each stage on each of its workers, for example "cuda:1", in the order of `places`;
             None: the process's default device.
-        chunks: into how many chunks of tokens each row is cut; those of a row are consecutive micro-batches.
+        group_size: how many consecutive micro-batches depend on each other (`hf_gpipe.schedule.groups`).
         ranks_per_worker: T, the number of processes that form a worker, each with a part of every divided layer.
         is_dealt: whether stages are dealt; `devices` then has one for each worker.
         workers_per_rank: where they are, the number of workers that one process runs, each on a device of its own.
 
     Raises:
-        ScheduleError: no chunk, no stage, a worker without a stage or twice in one, devices that do not fit the
+        ScheduleError: an empty group, no stage, a worker without a stage or twice in one, devices that do not fit the
             places, or dealt stages whose replicas share workers.
     """
 
     workers: tuple[tuple[int, ...], ...]
     """The workers of each stage's replicas. The workers are numbered from 0, and each holds a stage."""
     devices: tuple[str, ...] | None
-    chunks: int
+    group_size: int
     ranks_per_worker: int
     is_dealt: bool
     workers_per_rank: int
@@ -51,7 +52,7 @@ class Placement:
         self,
         workers: Sequence[int | Sequence[int]],
         devices: Sequence[str] | None = None,
-        chunks: int = 1,
+        group_size: int = 1,
         ranks_per_worker: int = 1,
         is_dealt: bool = False,
         workers_per_rank: int = 1,
@@ -59,12 +60,11 @@ class Placement:
         every = tuple((own,) if isinstance(own, int) else tuple(own) for own in workers)
         object.__setattr__(self, "workers", every)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
-        object.__setattr__(self, "chunks", chunks)
+        object.__setattr__(self, "group_size", group_size)
         object.__setattr__(self, "ranks_per_worker", ranks_per_worker)
         object.__setattr__(self, "is_dealt", is_dealt)
         object.__setattr__(self, "workers_per_rank", workers_per_rank)
-        if chunks < 1:
-            raise ScheduleError(f"chunks is {chunks}: a row has at least one chunk.")
+        groups.check_size(group_size)
         if not every:
             raise ScheduleError("a placement has no stage: name the process of at least one.")
         for stage, own in enumerate(every):
@@ -212,7 +212,7 @@ class Placement:
             devices = tuple(
                 of_place[s, process] for s, own in enumerate(self.workers) for _ in starts for process in own
             )
-        return Placement(workers, devices, self.chunks, is_dealt=self.is_dealt)
+        return Placement(workers, devices, self.group_size, is_dealt=self.is_dealt)
 
     @property
     def num_stages(self) -> int:
@@ -290,7 +290,7 @@ class Placement:
                 f"what concerns a whole step of stage {stage} stands on each of the processes {list(own)}; ask for "
                 "`workers`."
             )
-        return own[micro_batch // self.chunks % len(own)]
+        return own[micro_batch // self.group_size % len(own)]
 
     def device_of(self, stage: int, process: int) -> str | None:
         """The device string of a stage in one of its workers; None: the process's default device."""
@@ -312,18 +312,20 @@ class Placement:
 
     def micro_batches_of(self, stage: int, process: int, num_micro_batches: int) -> Sequence[int]:
         """The micro-batches, of so many, that a stage runs in one of its workers; it may be none."""
-        own, chunks = self.workers[stage], self.chunks
-        if chunks == 1:
+        own, size = self.workers[stage], self.group_size
+        if size == 1:
             return range(own.index(process), num_micro_batches, len(own))
-        return [m for m in range(num_micro_batches) if m // chunks % len(own) == own.index(process)]
+        return [m for m in range(num_micro_batches) if m // size % len(own) == own.index(process)]
 
-    def rows_of(self, micro_batches: Sequence[int]) -> list[Sequence[int]]:
-        """Micro-batches, ascending and of whole rows, by row: the chunks of each row in order."""
-        return [micro_batches[first : first + self.chunks] for first in range(0, len(micro_batches), self.chunks)]
+    def groups_of(self, micro_batches: Sequence[int]) -> list[Sequence[int]]:
+        """Micro-batches, ascending and of whole groups, by group."""
+        return [
+            micro_batches[first : first + self.group_size] for first in range(0, len(micro_batches), self.group_size)
+        ]
 
     def backward_order(self, micro_batches: Sequence[int]) -> list[int]:
-        """Micro-batches in the order of their backwards: the rows in order, of each row the last chunk first."""
-        return [m for row in self.rows_of(micro_batches) for m in reversed(row)]
+        """Micro-batches in the order of their backwards: the groups in order, of each the last one first."""
+        return [m for group in self.groups_of(micro_batches) for m in reversed(group)]
 
     @property
     def edges(self) -> tuple[tuple[int, int, int], ...]:

@@ -33,6 +33,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, needs_of
 from hf_gpipe.schedule.messages import executable_order
@@ -47,7 +48,7 @@ OfStages: TypeAlias = Seconds | Sequence[Seconds | Sequence[Seconds]]
 class Costs:
     """The costs of one micro-batch: one value for all stages (or boundaries), or a sequence with one for each.
 
-    Where rows are cut into chunks, the value of a stage may be a sequence too, with one for each chunk of a row.
+    Where micro-batches are in groups, the value of a stage may be a sequence too, with one for each member.
     """
 
     forward_seconds: OfStages
@@ -241,13 +242,13 @@ class _Clock:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         num_stages = schedule.num_stages
 
-        #: The seconds of each kind and stage: a number for each chunk of a row, or one for all.
+        #: The seconds of each kind and stage: a number for each member of a group, or one for all.
         self._seconds: dict[ActionKind, list[tuple[Seconds, ...]]] = {}
         for kind in KINDS.values():
             name, value, share = costs.of(kind)
             stages = value if isinstance(value, Sequence) else (value,) * num_stages
             _check_count(stages, num_stages, name, "stages")
-            self._seconds[kind] = [_each_chunk(of_stage, schedule.chunks, name, share) for of_stage in stages]
+            self._seconds[kind] = [_each_member(of_stage, schedule.group_size, name, share) for of_stage in stages]
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
         self._head_seconds = costs.head_transfer_seconds
         self._schedule = schedule
@@ -310,8 +311,8 @@ class _Clock:
                 collect()
                 for other in schedule.concerned(process, action, awaited):
                     start = max(start, ends_at.get((process, other), 0))
-            of_chunks = seconds[kind][action.stage]
-            end = start + of_chunks[(action.micro_batch or 0) % len(of_chunks)]
+            of_members = seconds[kind][action.stage]
+            end = start + of_members[(action.micro_batch or 0) % len(of_members)]
             if kind.carries_gradients and visit is not None and not visit.makes_gradients:
                 start = end = reached
             else:
@@ -372,7 +373,7 @@ def _of_edges(
 
 
 def _each(value: Seconds | Sequence[Seconds], count: int, name: str, of_what: str) -> tuple[Seconds, ...]:
-    """One value for each boundary, edge or chunk."""
+    """One value for each boundary, edge or member of a group."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * count
     _check_count(values, count, name, of_what)
     if any(cost < 0 for cost in values):
@@ -380,11 +381,11 @@ def _each(value: Seconds | Sequence[Seconds], count: int, name: str, of_what: st
     return values
 
 
-def _each_chunk(
-    value: Seconds | Sequence[Seconds], chunks: int, name: str, share: Fraction | int
+def _each_member(
+    value: Seconds | Sequence[Seconds], group_size: int, name: str, share: Fraction | int
 ) -> tuple[Seconds, ...]:
-    """A share of the value of a stage for each chunk of a row, or of its only one."""
-    values = _each(value, chunks if isinstance(value, Sequence) else 1, name, "chunks of a row")
+    """A share of the value of a stage for each member of a group, or of its only one."""
+    values = _each(value, group_size if isinstance(value, Sequence) else 1, name, groups.MEMBERS)
     return values if share == 1 else tuple(cost * share for cost in values)
 
 

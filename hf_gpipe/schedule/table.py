@@ -83,17 +83,17 @@ class Schedule:
         )
 
     @property
-    def chunks(self) -> int:
-        """Into how many chunks of tokens each row is cut; each chunk counts as a micro-batch."""
-        return self.placement.chunks
+    def group_size(self) -> int:
+        """How many consecutive micro-batches depend on each other (`hf_gpipe.schedule.groups`)."""
+        return self.placement.group_size
 
-    def chunk_before(self, action: Action) -> Action | None:
-        """The action on another chunk of the same row that comes before this one on the same stage; None: there is
+    def before_in_group(self, action: Action) -> Action | None:
+        """The action on another member of the group that comes before this one on the same stage; None: there is
         none."""
-        if not action.kind.chunk_before or action.micro_batch is None:
+        if not action.kind.before_in_group or action.micro_batch is None:
             return None
-        other = action.micro_batch + action.kind.chunk_before
-        if other < 0 or other // self.chunks != action.micro_batch // self.chunks:
+        other = action.micro_batch + action.kind.before_in_group
+        if other < 0 or other // self.group_size != action.micro_batch // self.group_size:
             return None
         if action.kind.takes_gradient:
             return gradient_action(action.stage, other, self.split)

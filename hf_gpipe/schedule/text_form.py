@@ -44,6 +44,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from hf_gpipe.errors import ScheduleError, nearest
+from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, parse_number
 from hf_gpipe.schedule.kinds import FORWARD
 from hf_gpipe.schedule.placement import Placement
@@ -52,7 +53,7 @@ MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
 
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
-_OPTIONAL_KEYS = ("chunks", "dealt", "steps", "stashes", "devices")
+_OPTIONAL_KEYS = (groups.KEY, "dealt", "steps", "stashes", "devices")
 
 Table = TypeVar("Table")
 
@@ -75,8 +76,8 @@ def write_text(
         f"num_micro_batches: {num_micro_batches}",
         f"placement: {placement}",
     ]
-    if placement.chunks > 1:
-        lines.append(f"chunks: {placement.chunks}")
+    if placement.group_size > 1:
+        lines.append(f"{groups.KEY}: {placement.group_size}")
     if placement.is_dealt:
         lines.append("dealt: yes")
     if steps is not None:
@@ -171,9 +172,9 @@ def read_text(text: str, make: Callable[..., Table]) -> Table:
     if header.get("dealt", "yes") != "yes":
         fail("dealt", "yes, or no such line")
     devices = tuple(header["devices"].split()) if "devices" in header else None
-    chunks = read("chunks") if "chunks" in header else 1
+    group_size = read(groups.KEY) if groups.KEY in header else 1
     try:
-        placement = Placement(read_workers(), devices, chunks, is_dealt="dealt" in header)
+        placement = Placement(read_workers(), devices, group_size, is_dealt="dealt" in header)
     except ScheduleError as error:
         raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
     try:

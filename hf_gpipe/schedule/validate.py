@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import (
     FORWARD,
@@ -63,12 +64,8 @@ def _of_shape(schedule: Schedule) -> Iterator[Fault]:
             f"num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; both must be at least 1.",
             "num_stages" if num_stages < 1 else "num_micro_batches",
         )
-    if num_micro_batches % placement.chunks or (placement.chunks > 1 and schedule.is_asynchronous):
-        yield (
-            f"chunks is {placement.chunks} and num_micro_batches {num_micro_batches}: a table of one step can cut its "
-            "rows into chunks, and each row has all of them; use a multiple of chunks, and leave steps out.",
-            "chunks",
-        )
+    if num_micro_batches % placement.group_size or (placement.group_size > 1 and schedule.is_asynchronous):
+        yield groups.fault(placement.group_size, num_micro_batches), groups.KEY
     if placement.num_stages != num_stages:
         yield (
             f"the placement is of {placement.num_stages} stages and the table of {num_stages}; name one process for "
@@ -134,7 +131,7 @@ def _wrong_home(schedule: Schedule, process: int, action: Action) -> str | None:
             "move it to one of them."
         )
     else:
-        row = f"{action.micro_batch}{f' // {schedule.chunks}' if schedule.chunks > 1 else ''}"
+        row = f"{action.micro_batch}{f' // {schedule.group_size}' if schedule.group_size > 1 else ''}"
         problem = (
             f"micro-batch {action.micro_batch} belongs to replica {row} % {len(own)} of stage {action.stage}, on "
             f"{homes[0]}"
@@ -221,7 +218,7 @@ def _of_order_in_process(schedule: Schedule) -> Iterator[Fault]:
 def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
     """The actions of the same process that an action needs. A table without them is complete all the same."""
     needs = list(schedule.concerned(process, action, needs_of(action.kind)))
-    if (before := schedule.chunk_before(action)) is not None:
+    if (before := schedule.before_in_group(action)) is not None:
         needs.append(before)
     step = action.step if action.micro_batch is None else schedule.step_of[action.micro_batch]
     if step and action.kind.after_update:
@@ -276,8 +273,8 @@ def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
     """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
     if not schedule.placement.is_dealt:
         return
-    if schedule.chunks > 1 or schedule.is_asynchronous or schedule.divides_head:
-        what: int | str = "chunks" if schedule.chunks > 1 else "steps" if schedule.is_asynchronous else 0
+    if schedule.group_size > 1 or schedule.is_asynchronous or schedule.divides_head:
+        what: int | str = groups.KEY if schedule.group_size > 1 else "steps" if schedule.is_asynchronous else 0
         yield "its stages are dealt, so its rows are whole, it has one step and no S and T.", what
     numbers: dict[Action, int] = {}
     for process, row in enumerate(schedule.actions):

@@ -68,7 +68,7 @@ def zb_v(num_micro_batches: int, placement: Placement, limits: Limits) -> list[l
     micro-batch) pairs between F and W, as much as P micro-batches of 1F1B. For M >= 2P-1 and F = I = W, each of half a
     process's layers, the bubble is (P-1) F: the last process waits for its first forward.
 
-    Where rows are cut into c chunks, a process holds at most 2(P+c-1) pairs, and the bubble is (P-1) F for M chunks in
+    In groups of c micro-batches a process holds at most 2(P+c-1) pairs, and the bubble is (P-1) F for M of them in
     all of at least 2P-2+c.
 
     K = 4, M = 4 on P = 2 processes, without recomputation:
@@ -79,10 +79,10 @@ def zb_v(num_micro_batches: int, placement: Placement, limits: Limits) -> list[l
         stage 3  .. .. .. F0 I0 W0 F1 I1 W1 .. .. .. F2 I2 W2 .. .. F3 I3 W3 .. .. .. .. ..
     """
     num_processes = _check_v_shape("zb_v", placement)
-    # A row's backward begins with the last of its chunks.
-    chunks = placement.chunks
-    limit = 2 * (num_processes + chunks - 1)
-    if num_micro_batches // (chunks * placement.replicas[0]) * chunks < 2 * (num_processes - 1) + chunks:
+    # A group's backward begins with the last of its members.
+    size = placement.group_size
+    limit = 2 * (num_processes + size - 1)
+    if num_micro_batches // (size * placement.replicas[0]) * size < 2 * (num_processes - 1) + size:
         # The pattern needs as many. For fewer, list scheduling is fast and finds shorter tables.
         return _v_listed(num_micro_batches, placement, limits, limit)
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
@@ -99,7 +99,7 @@ def v_half(num_micro_batches: int, placement: Placement, limits: Limits) -> list
 
     Every process holds at most P+2 (stage, micro-batch) pairs between F and W, as much as P/2+1 micro-batches of 1F1B.
     The table is the shortest that list scheduling finds (`hf_gpipe.schedule.list_scheduling`). Its bubble is at most 3P
-    F where F = I = W, each of half a process's layers: half of 1F1B's. Of rows in c chunks a process holds at most P+2c
+    F where F = I = W, each of half a process's layers: half of 1F1B's. In groups of c a process holds at most P+2c
     pairs, for those of a row are all between F and I at once.
 
     For this, process k keeps at most P+1-k/2 micro-batches of its first stage between F and W. Otherwise forwards that
@@ -113,9 +113,9 @@ def v_half(num_micro_batches: int, placement: Placement, limits: Limits) -> list
         stage 3  .. .. .. F0 I0 W0 F1 I1 .. W1 .. .. .. .. F2 I2 W2 .. F3 I3 .. W3 .. .. ..
     """
     num_processes = _check_v_shape("v_half", placement)
-    chunks = placement.chunks
-    in_flight = [num_processes + chunks - number // 2 - number % 2 for number in range(num_processes)]
-    limit = num_processes + 2 * chunks
+    size = placement.group_size
+    in_flight = [num_processes + size - number // 2 - number % 2 for number in range(num_processes)]
+    limit = num_processes + 2 * size
     return _v_listed(num_micro_batches, placement, limits, limit, [*in_flight, *[math.inf] * num_processes])
 
 
@@ -183,9 +183,9 @@ def _check_v_shape(name: str, placement: Placement) -> int:
 def _zb_v_order(number: int, num_processes: int, own: Sequence[int], placement: Placement) -> list[Action]:
     """The order of one process. It has a fixed pattern, in which each kind of action takes the next micro-batch.
 
-    Of a row in c chunks the backward of the last is first, so c-1 forwards more of each stage come before I and W.
+    Of a group of c the backward of the last is first, so c-1 forwards more of each stage come before I and W.
     """
-    more = placement.chunks - 1
+    more = placement.group_size - 1
     down, up = number, 2 * num_processes - 1 - number
     deeper = num_processes - number
     pattern = [(_F, down)] * (2 * deeper - 1)

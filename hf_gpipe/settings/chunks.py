@@ -13,6 +13,8 @@ from hf_gpipe.settings.mode import AUTO, Auto, Keys, Mode
 from hf_gpipe.settings.section import Count, NotNegative, refuse_given
 
 CHUNK_UNIT = " tokens"
+#: The name of the option, for error messages.
+SETTING = "sequence_chunks"
 
 
 class Chunks(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
+from hf_gpipe.adapters.parts.cuts import VocabularyPart
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss

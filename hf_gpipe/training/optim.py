@@ -88,8 +88,8 @@ def shard_optimizer(trainer: TrainerInterface) -> None:
     """Let the replicas of a stage share the steps of its optimizer and its state, if the pipeline's `zero` is 1.
 
     Raises:
-        UserError: the class of the optimizer is not known to treat each parameter alone, or each element alone with
-            `tensor_parallel`; or the scheduler reads state that another replica has.
+        UserError: the class of the optimizer is not known to treat each parameter alone, or each element alone
+            where processes have parts of a parameter; or the scheduler reads state that another replica has.
     """
     optimizer, division = trainer.made_optimizer(), trainer.pipe.config.division
     if not (division.is_whole or treats_elements_alone(optimizer, division.text)):

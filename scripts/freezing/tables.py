@@ -101,7 +101,7 @@ def _equal(table: Schedule) -> Costs:
 
 def _unequal(table: Schedule) -> Costs:
     """Costs of stages, chunks and boundaries that differ, with messages, reductions and updates that take time."""
-    stages, chunks = range(table.num_stages), range(table.chunks)
+    stages, chunks = range(table.num_stages), range(table.group_size)
 
     def each(first: int, times: int) -> list[Any]:
         of_stages = [[Fraction(times * (first + (2 * s) % 5 + c), 2) for c in chunks] for s in stages]
@@ -145,7 +145,7 @@ def _table(
     if devices > 1:
         of_places = [f"cuda:{(devices * stage) // stages}" for stage, _ in placement.places]
         placement = replace(placement, devices=of_places)
-    table = build(schedule, stages, count * chunks, placement, recompute, steps=steps, chunks=chunks)
+    table = build(schedule, stages, count * chunks, placement, recompute, steps=steps, group_size=chunks)
     table = with_offloads(table, frozenset(host))
     if visitors is not None:
         table = with_visits(table)

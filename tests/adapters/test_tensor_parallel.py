@@ -17,11 +17,8 @@ from hf_gpipe.adapters import Blueprint, StageModel, adapter_for, build_adapter
 from hf_gpipe.adapters.modules.quantised import is_4bit, size_of_quantised
 from hf_gpipe.adapters.modules.weight_gradients import Product
 from hf_gpipe.adapters.observation import tiny
+from hf_gpipe.adapters.parts.cuts import Cut, Heads, VocabularyPart, dealt, scaled
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.adapters.tensor_parallel import plan as plans
-from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, VocabularyPart, dealt, scaled
-from hf_gpipe.adapters.tensor_parallel.emulated import EmulatedRanks, emulate
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.losses.loss import TokenLoss
@@ -29,9 +26,12 @@ from hf_gpipe.losses.token_metrics import TokenMetrics
 from hf_gpipe.model import clone
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import exact_clone, padded_batch
-from hf_gpipe.model.tensor_parallel import check_division
+from hf_gpipe.modes.tensor_parallel import plan as plans
+from hf_gpipe.modes.tensor_parallel.adapted import plan_of
+from hf_gpipe.modes.tensor_parallel.check import check_division, divided
 from hf_gpipe.pipeline import probe
 from hf_gpipe.pipeline.clone_steps import divided_steps
+from hf_gpipe.pipeline.emulated_ranks import EmulatedRanks, emulate
 from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.planner.costs.layers import ModelLayers
@@ -65,6 +65,11 @@ UNEVEN = (
 
 
 #: Families, T and sizes: norms and dropout of parts of the positions, which T does not divide.
+
+
+def require_divided(adapter: Any, num_ranks: int) -> None:
+    """Raise UserError where a tiny clone that is divided as the model computes something else."""
+    PROBE.require(adapter, divided(adapter, num_ranks))
 
 
 def difference(config: PreTrainedConfig, size: int, given: dict[str, int] | None = None) -> float:
@@ -230,7 +235,7 @@ def test_parts_of_weights_of_4_bits_have_their_values(kind: str, shared: int) ->
 
 
 def check_divided(adapter: TextAdapter, *, is_compiled: bool = False) -> None:
-    verify = partial(PROBE.require, adapter, Variant(ranks=2))
+    verify = partial(require_divided, adapter, 2)
     check_division(adapter, Division(2), verify, is_compiled=is_compiled)
 
 
@@ -242,13 +247,11 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and 'model.layers.0.self_attn' has 3 heads.* at most 3"):
-        PROBE.require(adapter_of(LlamaConfig(**sizes, **heads)), Variant(ranks=4))
+        require_divided(adapter_of(LlamaConfig(**sizes, **heads)), 4)
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*gate_proj' has 3 columns.* at most 3"):
-        PROBE.require(
-            adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), Variant(ranks=4)
-        )
+        require_divided(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), 4)
     with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' cannot be divided: no rule divides its layer"):
-        PROBE.require(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), Variant(ranks=2))
+        require_divided(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), 2)
 
 
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +260,7 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
     config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, **heads)
     monkeypatch.setattr(probe, "compared_once", lambda adapter, what, compare: compare())
-    PROBE.require(adapter_of(config), Variant(ranks=2))
+    require_divided(adapter_of(config), 2)
     of = plans.SplitPlan.of.__func__  # type: ignore[attr-defined]
 
     def without_shared(cls: Any, *args: Any) -> Any:
@@ -265,7 +268,7 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(plans.SplitPlan, "of", classmethod(without_shared))
     with pytest.raises(UnsupportedModelError, match="qwen3: with tensor_parallel a tiny clone has other gradients"):
-        PROBE.require(adapter_of(config), Variant(ranks=2))
+        require_divided(adapter_of(config), 2)
 
 
 def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,12 +277,12 @@ def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pyte
     monkeypatch.setattr(probe, "compared_once", lambda adapter, what, compare: compared.append(what))
     for probability in (0.1, 0.2):
         config.attention_dropout = probability
-        PROBE.require(adapter_for(config, torch.float32, "eager"), Variant(ranks=2))
+        require_divided(adapter_for(config, torch.float32, "eager"), 2)
     assert len(set(compared)) == 2, "another probability is another comparison"
     monkeypatch.undo()
-    PROBE.require(adapter_for(config, torch.float32, "eager"), Variant(ranks=2))
+    require_divided(adapter_for(config, torch.float32, "eager"), 2)
     with pytest.raises(UserError, match="use attn_implementation eager"):
-        PROBE.require(adapter_for(config, torch.float32, "sdpa"), Variant(ranks=2))
+        require_divided(adapter_for(config, torch.float32, "sdpa"), 2)
 
 
 def test_compiled_blocks_with_dropout_are_refused() -> None:

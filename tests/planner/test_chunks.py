@@ -115,7 +115,7 @@ def test_keys_and_values_are_of_the_row_and_graphs_of_a_chunk(as_on_gpu: bool) -
 
 def test_each_chunk_takes_its_own_time() -> None:
     """Of one row on one stage: F of both chunks, then B of the second and of the first."""
-    table = build("gpipe", 1, 2, recompute="none", chunks=2)
+    table = build("gpipe", 1, 2, recompute="none", group_size=2)
     timeline = simulate(table, Costs([[Fraction(1), Fraction(3)]], [[Fraction(2), Fraction(6)]]))
     assert [span.end for span in timeline.spans][:4] == [1, 4, 10, 12]
     with pytest.raises(ScheduleError, match="forward_seconds has 3 values for 2 chunks of a row"):
@@ -123,7 +123,7 @@ def test_each_chunk_takes_its_own_time() -> None:
 
 
 def test_what_is_held_of_a_row() -> None:
-    timeline = simulate(build("1f1b", 2, 6, recompute="stage", chunks=3), Costs(1, 2))
+    timeline = simulate(build("1f1b", 2, 6, recompute="stage", group_size=3), Costs(1, 2))
     for stage in range(2):
         most = most_held(timeline, stage)
         # The next row has begun when the last chunk of a row goes back.
@@ -151,7 +151,7 @@ def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
     assert free.bubble == pytest.approx(3 / 35)
     assert 1 < dear.settings.sequence_chunks < 32
     whole = planner(1, 8192).plan(free.settings.replace(sequence_chunks=1))
-    assert (whole.bubble, whole.timeline.schedule.chunks) == (pytest.approx(3 / 4), 1)
+    assert (whole.bubble, whole.timeline.schedule.group_size) == (pytest.approx(3 / 4), 1)
 
 
 @pytest.mark.parametrize(

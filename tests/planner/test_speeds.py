@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import DeviceFacts

@@ -48,7 +48,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = OWN) -> tuple[Schedule, 
     recompute = draw(recomputes(placement.num_stages))
     chunks = 1 if name in VOCABULARY else draw(st.sampled_from([1, 1, 2, 3, 5]))
     count = chunks * draw(st.integers(1, max(1, 7 // chunks)))
-    return build(name, placement.num_stages, count, placement, recompute, chunks=chunks), recompute
+    return build(name, placement.num_stages, count, placement, recompute, group_size=chunks), recompute
 
 
 def stage_order(schedule: Schedule, stage: int) -> list[Action]:

@@ -94,8 +94,8 @@ def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.D
 def test_a_stage_works_in_the_same_order_wherever_it_is(case: tuple[Schedule, Recompute]) -> None:
     """Apart from W, which is a part of B where no other process waits for the I before it."""
     schedule, recompute = case
-    count, chunks = schedule.num_micro_batches, schedule.chunks
-    alone = build(schedule.name, schedule.num_stages, count, None, recompute, chunks=chunks)
+    count, chunks = schedule.num_micro_batches, schedule.group_size
+    alone = build(schedule.name, schedule.num_stages, count, None, recompute, group_size=chunks)
     for stage in range(schedule.num_stages):
         assert whole(stage_order(schedule, stage)) == whole(stage_order(alone, stage))
 

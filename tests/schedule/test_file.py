@@ -99,8 +99,8 @@ def test_the_first_micro_batches_of_any_valid_table_are_a_valid_table(table: Sch
 @settings(deadline=None, max_examples=80)
 def test_so_are_those_of_the_builders(case: tuple[Schedule, Recompute], data: st.DataObject) -> None:
     table, _ = case
-    rows = data.draw(st.integers(1, table.num_micro_batches // table.chunks))
-    check_table(table.of_first(rows * table.chunks))
+    rows = data.draw(st.integers(1, table.num_micro_batches // table.group_size))
+    check_table(table.of_first(rows * table.group_size))
 
 
 def test_a_table_has_no_more_micro_batches_than_it_has() -> None:

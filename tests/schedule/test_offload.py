@@ -41,7 +41,9 @@ def test_any_table_can_have_them(case: tuple[Schedule, Recompute], stages: set[i
     """Nothing else moves, and a device has three graphs of a stage at once; four where backwards change their order."""
     given_table, _ = case
     num_stages, count, placement = given_table.num_stages, given_table.num_micro_batches, given_table.placement
-    plain = build(given_table.name, num_stages, count, replace(placement, chunks=1), "none", chunks=placement.chunks)
+    plain = build(
+        given_table.name, num_stages, count, replace(placement, group_size=1), "none", group_size=placement.group_size
+    )
     own = frozenset(stage for stage in stages if stage < num_stages)
     table = with_offloads(plain, own)
     check_table(table)

@@ -68,7 +68,7 @@ def tables(draw: st.DrawFn) -> tuple[Schedule, Recompute]:
     recompute = draw(recomputes(placement.num_stages))
     chunks = draw(st.sampled_from([1, 1, 2, 4]))
     count = chunks * draw(st.integers(1, 12 // chunks))
-    return build(name, placement.num_stages, count, placement, recompute, chunks=chunks), recompute
+    return build(name, placement.num_stages, count, placement, recompute, group_size=chunks), recompute
 
 
 @given(tables(), st.data())
@@ -79,8 +79,8 @@ def test_every_table_is_valid_for_any_number_of_its_micro_batches(
     table, _ = case
     check_table(table)
     assert Schedule.from_text(table.text()) == table
-    rows = data.draw(st.integers(1, table.num_micro_batches // table.chunks))
-    check_table(table.of_first(rows * table.chunks))
+    rows = data.draw(st.integers(1, table.num_micro_batches // table.group_size))
+    check_table(table.of_first(rows * table.group_size))
 
 
 @given(tables())
@@ -94,7 +94,7 @@ def test_the_micro_batches_of_row_m_are_on_replica_m_modulo_their_number(case: t
             for kinds in ({F}, {B, INPUT}, ended) if table.is_training else ({F},):
                 ran = sorted(action.micro_batch or 0 for action in own if action.kind in kinds)
                 every = range(table.num_micro_batches)
-                assert ran == [m for m in every if m // table.chunks % len(workers) == index]
+                assert ran == [m for m in every if m // table.group_size % len(workers) == index]
             assert own.count(Action(U, stage)) == table.is_training
             assert own.count(Action(G, stage)) == (table.is_training and len(workers) > 1)
 
@@ -216,7 +216,7 @@ def test_every_message_has_an_edge(case: tuple[Schedule, Recompute]) -> None:
             ends = (table.worker_of(Action(F, s, micro_batch)) for s in (stage, stage + 1))
             crossed.add((stage, *ends))
     assert crossed <= set(placement.edges)
-    if table.num_micro_batches // table.chunks >= math.lcm(*placement.replicas):
+    if table.num_micro_batches // table.group_size >= math.lcm(*placement.replicas):
         assert crossed == set(placement.edges)
 
 

@@ -185,14 +185,14 @@ def test_what_cannot_be_dealt() -> None:
     with pytest.raises(ScheduleError, match="its stages have workers of their own"):
         build("round_robin", 4, 2, Placement.spread(4, 2))
     with pytest.raises(ScheduleError, match="no order for rows that are cut"):
-        build("round_robin", 4, 4, placement_for("round_robin", 4, 2), chunks=2)
+        build("round_robin", 4, 4, placement_for("round_robin", 4, 2), group_size=2)
     with pytest.raises(ScheduleError, match="5 workers: every worker updates one"):
         placement_for("round_robin", 4, 5)
     with pytest.raises(ScheduleError, match="no worker is of two"):
         Placement([(0, 1), (1, 0)], is_dealt=True)
     table = dealt(4, 2, 2)
     with pytest.raises(ScheduleError, match="its rows are whole"):
-        check_table(replace(table, placement=replace(table.placement, chunks=2)))
+        check_table(replace(table, placement=replace(table.placement, group_size=2)))
     with pytest.raises(ScheduleError, match="found 'no', expected yes"):
         Schedule.from_text(str(table).replace("dealt: yes", "dealt: no"))
     assert FORWARD in table.kinds

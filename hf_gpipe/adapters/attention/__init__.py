@@ -1,1 +1,1 @@
-"""Attention over packed documents, over chunks of rows, and over rows without padding."""
+"""Attention over packed documents, over parts of rows, and over rows without padding."""

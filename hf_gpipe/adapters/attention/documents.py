@@ -5,8 +5,8 @@ windows and chunks start anew with each document. A mask over the whole row take
 square of the row. Where the model attends by transformers' `sdpa` function, none is made: the function is called once
 for each document, most often without any mask. Flash attention gets the borders of the documents in its own form.
 
-Where the row is cut into chunks (`adapters/chunk_cache.py`), the tokens of a chunk attend to those of their own
-documents in the row so far: a chunk may begin and end inside of documents.
+Where a row goes through the stages in several forwards, the tokens of a forward attend to those of their own documents
+in the row so far: a forward may begin and end inside of documents.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Documents:
     """The documents of a packed row.
 
     Attributes:
-        lengths: the number of tokens of each document, in order; for a chunk, only the tokens up to its end.
+        lengths: the number of tokens of each document, in order; for a part of the row, only the tokens up to its end.
         has_whole_mask: whether attention gets one mask over the whole row; otherwise it runs document by document.
         query_lengths: the number of tokens that attend to each document: the target's, where a decoder attends to an
-            encoder, and the chunk's own.
+            encoder, and those of a part of the row.
         skipped: the number of tokens of the row before the first document.
         earlier: the number of tokens of the first document before its first query.
     """
@@ -70,7 +70,7 @@ class Documents:
         queries = lengths if query_lengths is None else query_lengths
         return cls(tuple(lengths), is_compiled or not attends_by_document(model), tuple(queries))
 
-    def of_chunk(self, start: int, stop: int) -> Documents:
+    def of_tokens(self, start: int, stop: int) -> Documents:
         """The documents that the tokens from `start` to `stop` (exclusive) of their row belong to."""
         pieces = [(begin, min(end, stop)) for begin, end in pairwise([0, *accumulate(self.lengths)])]
         own = [(begin, end) for begin, end in pieces if end > max(begin, start)]
@@ -121,13 +121,13 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
     Args:
         documents: the documents of the row.
         make_mask: makes a mask, as a mask function of transformers without a padding mask does.
-        options: the keyword arguments of `make_mask` for the whole row, or for a chunk of it and the chunk's keys.
+        options: the keyword arguments of `make_mask` for the whole row, or for a part of it and the part's keys.
     """
     if is_flash(attention_implementation(options["config"])):
         return None
     if documents.has_whole_mask:
         options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    # Keys of a chunk may begin behind the row, where no window reaches.
+    # Keys of a part may begin behind the row, where no window reaches.
     hidden = options["kv_offset"] - documents.skipped
     missing, skipped = max(hidden, 0), max(-hidden, 0)
     lengths = (documents.lengths[0] - missing, *documents.lengths[1:])
@@ -154,8 +154,8 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
 
 
 def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an attention function of transformers run once for each document of a packed row, of which a chunk may have a
-    `LowerRightMask`."""
+    """Let an attention function of transformers run once for each document of a packed row. A forward of a part of the
+    row may have a `LowerRightMask`."""
     with_lower_right = taking_lower_right(attend)
 
     @wraps(attend)

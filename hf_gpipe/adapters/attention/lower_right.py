@@ -1,4 +1,4 @@
-"""Causal attention of a chunk's tokens to all tokens before them, without a mask of tokens by tokens.
+"""Causal attention of the last tokens to all tokens before them, without a mask of tokens by tokens.
 
 The last Q of T tokens attend to all tokens up to themselves: entry (q, t) of the mask is true where t <= q + T - Q, a
 triangle at the lower right. transformers would write that mask out, Q x T numbers, for it knows a shorter way for whole

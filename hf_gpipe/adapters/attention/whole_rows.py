@@ -1,7 +1,7 @@
-"""Rotary embeddings of a chunk, whose frequencies follow from the length of the whole row.
+"""Rotary embeddings of a part of a row, whose frequencies follow from the length of the whole row.
 
-Dynamic NTK and LongRoPE choose frequencies by the last position that they are given. A chunk ends before the row does,
-so the last position of the row is added to the chunk's positions, and its angles are left out of the result.
+Dynamic NTK and LongRoPE choose frequencies by the last position that they are given. A part ends before the row does,
+so the last position of the row is added to the part's positions, and its angles are left out of the result.
 """
 
 from __future__ import annotations

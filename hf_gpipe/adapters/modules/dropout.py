@@ -65,7 +65,7 @@ class NoisyRows(NamedTuple):
         seeds: the seed of each row; packed documents are one row.
         num_tokens: the number of tokens of a row of the whole mini-batch with its padding, or of all its documents if
             they are packed.
-        width: the number of tokens of a row for which noise is drawn. The micro-batch, or a chunk, has some of them.
+        width: the number of tokens of a row for which noise is drawn. The micro-batch has some of them.
         start: the first of these tokens that the micro-batch has.
     """
 

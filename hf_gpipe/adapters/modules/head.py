@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.modules.intercept import extend_class
-from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
+from hf_gpipe.adapters.parts.cuts import VocabularyPart
 from hf_gpipe.errors import one_line
 from hf_gpipe.libraries.torch import tree_leaves, tree_map, version_of
 

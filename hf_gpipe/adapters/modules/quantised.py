@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.parts.cuts import Cut
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.libraries.torch import TorchDispatchMode, schema_of, subclass_of
 from hf_gpipe.libraries.transformers import (

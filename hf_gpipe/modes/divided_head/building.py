@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from torch import nn
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.division import replace_tensor
 from hf_gpipe.adapters.guards import check_hooks
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, replace_tensor
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters.parts.cuts import Cut
+from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.modes.divided_head.head_part import HeadPart
+from hf_gpipe.modes.divided_head.rows import HeadDivision, HeadRows
 from hf_gpipe.modes.divided_head.runtime import State
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
 from hf_gpipe.runtime.edges import connect_head

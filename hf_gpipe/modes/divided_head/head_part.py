@@ -17,9 +17,9 @@ import torch
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.modules.head import DeferredLogits
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadRows
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, TokenLoss
+from hf_gpipe.modes.divided_head.rows import HeadRows
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import chunk_positions
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions

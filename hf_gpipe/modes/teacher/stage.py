@@ -10,7 +10,6 @@ import torch
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.runtime.channel import Shapes
@@ -69,7 +68,6 @@ class StageWithTeacher(Stage):
         outputs = model(own, received, deferred=deferred)
         if deferred is None:
             return replace(context, carry=carry), {f"{PREFIX}{name}": tensor for name, tensor in outputs.items()}
-        assert not isinstance(model.division, HeadDivision), "a teacher and a divided head do not go together"
         return replace(context, carry=carry, teacher=TeacherLogits(deferred, model.division)), {}
 
     def _inputs(self, inputs: Inputs) -> Inputs:

@@ -24,8 +24,6 @@ from transformers import PreTrainedConfig
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.quantised import size_of_quantised
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
-from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.split import part_of
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
 from hf_gpipe.model.divided_head import why_not_divided
@@ -34,6 +32,7 @@ from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts,
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.optimizers import LEAST_8_BIT_ELEMENTS
 
@@ -71,9 +70,8 @@ class ModelLayers:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if not division.is_whole:
             # The first part is the longest, where parts differ.
-            cuts = plan_of(adapter, division.num_ranks).cuts
-            divided = cuts.keys() & parameters.keys()
-            parameters |= {name: part_of(parameters[name], cuts[name], 0) for name in divided}
+            for mode in parts_of_modes("stages").values():
+                parameters |= mode.parts(adapter, parameters, division.num_ranks)
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}
         for names in used:

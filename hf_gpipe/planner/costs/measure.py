@@ -25,7 +25,7 @@ from torch import nn
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.parts.ranks import Ranks
 from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.torch import loopback_group

@@ -20,8 +20,8 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
+from hf_gpipe.adapters.parts.ranks import Ranks
 from hf_gpipe.adapters.stubs import EmbeddingStub
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.libraries.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -260,7 +260,7 @@ def _on_cpu(adapter: Adapter) -> Adapter:
 
 def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
     converted = tracker.live_bytes
-    row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
+    row = sum(tensor.nbytes for shared in stage.shared.values() for tensor in shared.tensors()) // 2
     with tracker.phase() as forward_only:
         # Nobody asks for this peak of recomputed blocks. But what a loss makes once is there after the forward.
         if stage.model.is_last or not stage.model.recomputes_blocks:
@@ -302,10 +302,11 @@ def _ignore(tracker: Tracker, stage: Stage, context: Context) -> None:
     tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
     tracker.ignore(context.carry.values())
     tracker.ignore(module.blank for module in model.modules() if isinstance(module, EmbeddingStub))
-    if micro_batch.chunk is not None:
+    if micro_batch.group_size > 1:
         # What is kept of whole rows: the first forward makes it.
         stage.forward(context, keep_graph=False)
-        tracker.ignore(stage.row_caches[micro_batch.chunk.sequence].tensors())
+        for shared in stage.shared.values():
+            tracker.ignore(shared.tensors())
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     is_whole = table.num_micro_batches == plan.planner.inputs.accumulation * settings.num_micro_batches
     placement = table.placement
     is_given = settings.placement is not None
-    is_plain = placement.num_processes > 1 and placement.chunks == 1 and not (placement.has_replicas or is_given)
+    is_plain = placement.num_processes > 1 and placement.group_size == 1 and not (placement.has_replicas or is_given)
     is_plain = is_plain and not table.divides_head and settings.visits.offload_weights is None
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan

@@ -19,21 +19,22 @@ import xxhash
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_gpipe.adapters.division import StageDivision
 from hf_gpipe.adapters.guards import check_hooks
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.modules.weight_gradients import DuringSums, WeightGradients
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut, VocabularyPart
-from hf_gpipe.adapters.tensor_parallel.masks import WholeMasks
-from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, exchange, leave
-from hf_gpipe.adapters.tensor_parallel.region import Region
+from hf_gpipe.adapters.parts.cuts import Cut, VocabularyPart
+from hf_gpipe.adapters.parts.ranks import Ranks, enter, exchange, leave
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.libraries.transformers import Conv1D
+from hf_gpipe.modes.tensor_parallel.masks import WholeMasks
+from hf_gpipe.modes.tensor_parallel.plan import SplitPlan
+from hf_gpipe.modes.tensor_parallel.region import Region
 
 
-class Division:
+class Division(StageDivision):
     """The division of a stage's layers, of which this rank has its part.
 
     Args:
@@ -132,6 +133,10 @@ class Division:
         with_weights = {name: module for name, module in named if any(True for _ in module.parameters())}
         for name, module in with_weights.items():
             self._extend(name, module, blocks)
+
+    @property
+    def has_sums(self) -> bool:
+        return True
 
     def overlap(self, model: nn.Module, gradients: WeightGradients) -> None:
         """Let the column layers of a model compute their weights' gradients while their input's gradient is summed.

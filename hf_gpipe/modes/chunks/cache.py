@@ -3,22 +3,24 @@
 A long row is cut into chunks of tokens, which go through the stages one after another (TeraPipe, arXiv 2102.07988,
 section 3; Seq1F1B, arXiv 2406.03488). A causal model needs nothing of an earlier chunk but the keys and values of each
 block, and transformers' own cache brings these to the family's own attention. The last stage also keeps the logits of
-the experts' routers, of which the last chunk computes the auxiliary loss.
+the experts' routers, of which the last chunk computes the auxiliary loss. The backward of that chunk, which comes
+first, leaves the gradients of the other chunks' logits to their own backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
 from hf_gpipe.adapters.cache import CountingSlot, StageCache
-from hf_gpipe.adapters.modules.chunk_states import States, append
-from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.libraries.transformers import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from hf_gpipe.modes.chunks.states import States, append
 
 
 class _Slot(DynamicLayer):
@@ -68,6 +70,31 @@ class _SlidingSlot(_Slot, DynamicSlidingWindowLayer):
     @property
     def cumulative_length(self) -> int:
         return self._stop
+
+
+@dataclass(frozen=True)
+class ChunkRouters:
+    """The router logits of rows that are cut into chunks, at one of the chunks.
+
+    Attributes:
+        states: the logits (B, T, experts) of each router.
+        start: the chunk's first token.
+        num_rows: B, the number of rows.
+        is_last: whether the chunk is the rows' last one.
+    """
+
+    states: Sequence[States]
+    start: int
+    num_rows: int
+    is_last: bool
+
+    def joined(self, logits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the logits (B t, experts) of the chunk behind the logits of the chunks before it."""
+        of_rows = (logit.unflatten(0, (self.num_rows, -1)) for logit in logits)
+        return tuple(
+            append(of_router, states, self.start).flatten(0, 1)
+            for of_router, states in zip(of_rows, self.states, strict=True)
+        )
 
 
 class RowCache:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.tensor_parallel.region import Region
 
 
 class WholeMasks(TorchFunctionMode):

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.parts.ranks import Ranks
 
 Runs = tuple[tuple[int, int], ...]
 """Runs of indices or of units, each from a first one to the one after its last."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.parts.ranks import Ranks
 from hf_gpipe.settings.division import Division
 
 Result = TypeVar("Result")

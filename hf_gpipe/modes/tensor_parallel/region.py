@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_gpipe.adapters.modules.weight_gradients import DuringSums
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+from hf_gpipe.adapters.parts.ranks import Ranks, enter, leave
 from hf_gpipe.libraries.torch import WeakIdKeyDictionary
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.modules.quantised import quantised_layers
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.tensor_parallel.plan import SplitPlan
 
 #: The plans of a model, by the number of ranks and whether it has adapters: every stage needs the whole model's plan.
 _plans: WeakKeyDictionary[Adapter, dict[tuple[int, bool], SplitPlan]] = WeakKeyDictionary()

@@ -7,42 +7,106 @@ equally long, or later chunks are shorter because their tokens attend to more to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import sqrt
-from typing import NamedTuple
 
 import torch
 
-from hf_gpipe.adapters import IGNORED_LABEL, Adapter
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel
 from hf_gpipe.adapters.attention.documents import is_flash
 from hf_gpipe.adapters.attention.known_mask import KnownMask
+from hf_gpipe.adapters.modules.dropout import mix
+from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.libraries.transformers import attention_implementation
-from hf_gpipe.losses.loss import NOT_PACKED, Loss
-from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.libraries.transformers import attention_implementation, cache_argument
+from hf_gpipe.modes.chunks.cache import RowCache
+from hf_gpipe.runtime.cutting import check_text_alone
+from hf_gpipe.runtime.micro_batch import Batch, MicroBatch, SharedStates
+from hf_gpipe.settings.chunks import SETTING, Chunks
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 Inputs = Mapping[str, torch.Tensor]
 
-#: The name of the option, for error messages.
-SETTING = "sequence_chunks"
 
-
-class Chunk(NamedTuple):
-    """The place of a chunk in its rows.
+@dataclass(frozen=True)
+class Chunk(MicroBatch):
+    """A chunk of the rows of a micro-batch; all of its chunks are a group.
 
     Attributes:
         sequence: the index of the micro-batch before it was cut, the same for all of its chunks.
         start: the position of the chunk's first token in the rows.
         length: the number of tokens in a whole row, T.
-        of: the number of chunks into which the rows are cut.
     """
 
-    sequence: int
-    start: int
-    length: int
-    of: int
+    sequence: int = 0
+    start: int = 0
+    length: int = 0
+
+    def run(
+        self, stage: StageModel, carry: Inputs, deferred: DeferredLogits | None, shared: SharedStates
+    ) -> dict[str, torch.Tensor]:
+        """Run a stage's model with the keys and values of the chunks before this one, to which its own are added."""
+        if self.sequence not in shared:
+            shared[self.sequence] = RowCache(stage, self.length)
+        rows = shared[self.sequence]
+        assert isinstance(rows, RowCache)
+        routers = rows.routers_at(self.start, *stage.adapter.main_input(self.inputs).shape)
+        inputs = {**self.inputs, cache_argument(stage.model): rows.at(self.start), "use_cache": True}
+        return stage(inputs, carry, self.seed, deferred, self.rows, routers, self.length)
+
+    def leave(self, shared: SharedStates) -> None:
+        """Backward comes to the first chunk of a row last."""
+        if not self.start:
+            del shared[self.sequence]
+
+
+@dataclass(frozen=True)
+class ChunkCutter:
+    """Cuts rows into chunks (`hf_gpipe.runtime.cutting.Cutter`). Rows with fewer tokens than chunks have fewer."""
+
+    chunks: Chunks
+
+    @property
+    def most(self) -> int:
+        return self.chunks.most
+
+    def check(self, adapter: Adapter, batch: Batch, *, packing: bool) -> None:
+        if packing:
+            check_chunks(adapter, is_loss_of_tokens=True, packing=True)
+        else:
+            check_text_alone(adapter, batch, SETTING)
+
+    def cut(self, micro_batches: Sequence[MicroBatch], adapter: Adapter) -> Sequence[MicroBatch]:
+        chunks = self.chunks.within(min(adapter.main_input(whole.inputs).shape[1] for whole in micro_batches))
+        if chunks.most == 1:
+            return micro_batches
+        own = (chunk for whole in micro_batches for chunk in in_chunks(whole, chunks, adapter))
+        return [replace(chunk, index=number) for number, chunk in enumerate(own, micro_batches[0].index)]
+
+
+def cutter(config: DecidedConfig) -> ChunkCutter | None:
+    """What cuts rows into chunks, by a decided configuration; None: rows are whole."""
+    return ChunkCutter(config.chunks.decided) if config.chunks.decided.most > 1 else None
+
+
+def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[Chunk]:
+    """The chunks of a micro-batch, with its index. A chunk's seed also depends on its own number."""
+    length = adapter.main_input(whole.inputs).shape[1]
+    same = {own.name: getattr(whole, own.name) for own in fields(MicroBatch) if own.init}
+    of_all = replace(Chunk(**same), group_size=chunks.most, sequence=whole.index, length=length)
+    return [
+        replace(
+            of_all,
+            inputs=part,
+            seed=mix(whole.seed, number),
+            rows=whole.rows._replace(start=whole.rows.start + start),
+            start=start,
+        )
+        for number, (start, part) in enumerate(cut(whole.inputs, chunks, adapter))
+    ]
 
 
 def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) -> None:
@@ -61,20 +125,6 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"attn_implementation {attention!r} needs the documents of whole rows; use sdpa or eager"
     if reason is not None:
         raise UserError(f"{SETTING} cannot be more than 1: {reason}; leave it out")
-
-
-def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, is_cut: bool) -> None:
-    """Raise UserError if a mini-batch's rows cannot be packed, with `packing`, or cut into chunks, with `is_cut`."""
-    if packing and not loss.is_of_tokens:
-        raise UserError(NOT_PACKED.format(type(loss).__name__))
-    if packing and is_cut:
-        check_chunks(adapter, is_loss_of_tokens=True, packing=True)
-    if images := sorted(batch.keys() & set(adapter.image_keys)):
-        option = "packing" if packing else SETTING
-        raise UserError(
-            f"the batch has {images[0]!r}, and {option} is for rows of text alone, because it would separate tokens "
-            f"from their images; leave {option} out"
-        )
 
 
 def borders_of(length: int, count: int, taper: float) -> list[int]:
@@ -124,7 +174,7 @@ def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dic
     parts = []
     for start, stop in pairwise(borders_of(ids.shape[1], *chunks)):
         own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
-        of_chunk = None if documents is None else documents.of_chunk(start, stop)
+        of_chunk = None if documents is None else documents.of_tokens(start, stop)
         parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))
     return parts
 

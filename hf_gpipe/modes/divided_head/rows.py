@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.division import StageDivision
+from hf_gpipe.adapters.parts.cuts import Cut
+from hf_gpipe.adapters.parts.ranks import Ranks
 
 
-class HeadDivision:
-    """Which rows of the head's tensors the processes of a pipeline have. It stands for `Division`.
+class HeadDivision(StageDivision):
+    """Which rows of the head's tensors the processes of a pipeline have.
 
     Args:
         cut: the cut of the head's weight, and of its bias.
@@ -43,13 +43,9 @@ class HeadDivision:
         is_shared = self._ranks is not None and name in self._parts | self._copies
         return not is_shared or self._ranks is None or self._ranks.place == self._ranks.size - 1
 
-    def rows_of(self, name: str) -> tuple[int, int] | None:
-        """The run of rows that this process has of a tensor; None: it has the whole."""
-        return self.cut.parts[self._ranks.place][0] if name in self._parts and self._ranks is not None else None
-
-    def counted(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """The part of a gradient that counts in sums over processes: all of it, for no two have the same."""
-        return [gradient]
+    def rows(self, name: str) -> tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]]:
+        of_all = tuple(part for (part,) in self.cut.parts)
+        return (of_all[self._ranks.place] if name in self._parts and self._ranks is not None else None), of_all
 
 
 class HeadRows:
@@ -70,12 +66,3 @@ class HeadRows:
     def of_stage(self, stage: int) -> tuple[int, int]:
         """The tokens of any stage, from a first one to the one after its last."""
         return self.size * stage // self._num_stages, self.size * (stage + 1) // self._num_stages
-
-
-def replace_tensor(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Put a parameter or a buffer in the place of another one, wherever a model has that."""
-    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for path, held in list(every):
-        if held is old:
-            parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, new)

@@ -1,7 +1,7 @@
 """Which layers of a model are divided among the ranks of a worker, and how: by the names that families give them.
 
 Another family is an entry of the tables below. A tiny clone then says whether its division is exact
-(model/tensor_parallel.py).
+(`probe.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hf_gpipe.adapters.base import Adapter
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, Runs, dealt, lengths, scaled
+from hf_gpipe.adapters.parts.cuts import Cut, Heads, Runs, dealt, lengths, scaled
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.libraries.transformers import Conv1D
 

@@ -1,0 +1,1 @@
+"""Tensors of which several processes have parts: the parts, and the sums over the processes."""
