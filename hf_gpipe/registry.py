@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +30,12 @@ def parts_of_modes(part: str) -> dict[str, ModuleType]:
     """The module of this name of each mode that has one, such as "table" (`hf_gpipe.modes` lists them)."""
     names = {mode: f"hf_gpipe.modes.{mode}.{part}" for mode in MODES}
     return {mode: import_module(name) for mode, name in names.items() if find_spec(name) is not None}
+
+
+@cache
+def functions_of_modes(part: str, name: str) -> tuple[Callable[..., Any], ...]:
+    """The functions of this name in `parts_of_modes(part)`, of the modes that have one."""
+    return tuple(getattr(module, name) for module in parts_of_modes(part).values() if hasattr(module, name))
 
 
 def task_module(name: str) -> Any:

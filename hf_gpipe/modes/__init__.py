@@ -8,15 +8,16 @@ mode has those that it needs:
     table    without torch; imported with `hf_gpipe.schedule`. It adds kinds of actions (`kinds.add_kind`), whose
              records say what they need, hold and check, and has
              apply(table, recompute) -> the table with the mode's actions; `recompute` is an entry for each stage
-    cost     what the planner reads:
+    cost     what the planner reads, of which a mode has what it needs:
              seconds(layout) -> {kind: the seconds of an action of each stage}
              amounts(sums, stage, of_graph) -> {thing held: {item of the estimate: bytes on the device}}; `of_graph` has
              those of a graph
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
+             beside(costs of another model, K) -> the share that this model adds to each stage
     check    before a plan, and again once the configuration is decided:
-             check(config, adapter, loss, packing=...) raises UserError where these do not go with the mode; the loss of
+             check(config, adapter, loss, packing=..., probe=...) raises UserError where these do not go with the mode; the loss of
              a teacher is None
-             verify(config, adapter, packing=...) raises UnsupportedModelError where a tiny clone in the mode differs
+             verify(config, adapter, packing=..., probe=...) raises UnsupportedModelError where a tiny clone differs
     cutting  cutter(config) -> what cuts micro-batches further (`hf_gpipe.runtime.cutting.Cutter`), or None
     stages   divide(stage, ranks) -> the division of a stage's layers among the ranks of a worker, which it then has
              parts(adapter, parameters, num_ranks) -> the parameters of which one rank has a part, by name

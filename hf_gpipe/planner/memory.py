@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages, occupancy
@@ -155,13 +155,13 @@ def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
             hosted[worker] += round(visiting.num_bytes + visiting.trainable_bytes + inputs.state_bytes(visiting, dtype))
     # Most tables keep nothing there, and need no look at their actions.
     away = {kind.makes for kind in layout.table.kinds} if sums.device.is_asynchronous else set()
-    modes = parts_of_modes("cost").values()
+    of_modes = functions_of_modes("cost", "host_amounts")
     for worker in range(placement.num_processes) if away else ():
         amounts = {
             number: {
                 held: {"away": size}
-                for mode in modes
-                for held, size in mode.host_amounts(sums, layout.stages[number]).items()
+                for of_mode in of_modes
+                for held, size in of_mode(sums, layout.stages[number]).items()
                 if held in away
             }
             for number in placement.stages_run_by(worker)

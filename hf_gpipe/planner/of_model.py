@@ -12,9 +12,11 @@ from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs.chunks import each_chunk
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts
+from hf_gpipe.planner.costs.stage_costs import Beside, StageCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -63,18 +65,19 @@ def planner_of(
 
         return each_chunk(mini_batch.of_rows(rows), chunks, with_seconds)
 
-    of_teacher = None
+    beside = None
     if teacher is not None:
-        whole_rows = Division(config.division.num_ranks)
-        beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=whole_rows))
+        layers = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=Division(config.division.num_ranks)))
+        sums = cache(lambda rows: StageCosts(layers().costs(mini_batch.of_rows(rows)), device))
 
-        def of_teacher(rows: int) -> ModelCosts:
-            return beside().costs(mini_batch.of_rows(rows))
+        def beside(rows: int, num_stages: int) -> Sequence[Beside]:
+            (shares,) = functions_of_modes("cost", "beside")
+            return shares(sums(rows), num_stages)
 
     vocabulary = adapter.config.get_text_config().vocab_size if inputs.new_tokens else 0
     inputs = replace(inputs, example=mini_batch, vocabulary=vocabulary)
     limits = config.memory_bytes, cluster, config.given_speeds
-    planner = Planner(costs_of, inputs, device, *limits, config.division, teacher=of_teacher)
+    planner = Planner(costs_of, inputs, device, *limits, config.division, beside=beside)
     # Layers in 8 bits keep the device's memory.
     planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
     # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.

@@ -17,7 +17,7 @@ from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import Before, before_table
 from hf_gpipe.planner.costs.chunks import taper_of, typical
 from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers, besides
+from hf_gpipe.planner.costs.stage_costs import NOTHING, Beside, StageCosts, StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.libraries import library_bytes
@@ -248,7 +248,7 @@ class Planner(Processes):
         inputs: the shape of a mini-batch, the number of mini-batches in a step, and the optimizer. The micro-batches of
             a step run as one table.
         device, memory_bytes, cluster, speeds, division: the arguments of `Processes`.
-        teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
+        beside: rows of a micro-batch and K -> the share that a mode adds to each stage; None: there is no such mode.
 
     Attributes:
         can_visit: whether weights may visit devices.
@@ -275,17 +275,16 @@ class Planner(Processes):
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
         division: Division = Division(),
-        teacher: Callable[[int], ModelCosts] | None = None,
+        beside: Callable[[int, int], Sequence[Beside]] | None = None,
     ) -> None:
         super().__init__(device, memory_bytes, cluster, speeds, division)
-        self._costs_of, self._teacher = costs_of, teacher
+        self._costs_of, self._beside = costs_of, beside
         inputs.check()
         self.inputs = inputs
         self.rows = inputs.mini_batch().rows
-        self.can_visit = self.can_deal = teacher is None
+        self.can_visit = self.can_deal = beside is None
         self.chunks = Chunks()
         self._sums: dict[tuple[int, Chunks, int], tuple[StageCosts, Sequence[StageCosts]]] = {}
-        self._of_teacher: dict[int, StageCosts] = {}
         self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
 
     def with_rows(self, rows: int) -> Self:
@@ -359,9 +358,8 @@ class Planner(Processes):
     def _stage_layers(self, settings: DecidedConfig) -> list[StageLayers]:
         blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
         rows = self.micro_batch_rows(settings.num_micro_batches)
-        if self._teacher is not None and rows not in self._of_teacher:
-            self._of_teacher[rows] = StageCosts(self._teacher(rows), self.device)
-        beside = besides(self._of_teacher.get(rows), settings.num_stages)
+        count = settings.num_stages
+        beside = [NOTHING] * count if self._beside is None else self._beside(rows, count)
         return [
             StageLayers(start, stop, "block" if stage in blocks else "none", beside[stage])
             for stage, start, stop in stages_of(settings.partition)

@@ -10,15 +10,14 @@ from hf_gpipe.planner.costs.stage_costs import Beside, StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import sent_share
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import Costs
-from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
 
 
 def costs_of_table(layout: Layout) -> Costs:
     """The costs for the simulation of a table."""
     settings, sums, stages = layout.settings, layout.sums, layout.stages
-    visitors, placement, processes = settings.visits.offload_weights, layout.table.placement, layout.processes
+    placement, processes = layout.table.placement, layout.processes
     network, speeds = processes.network(placement), processes.speeds_of(placement)
     # The number of devices that copy and update at once.
     host_size = processes.num_copying(placement.num_processes)
@@ -33,12 +32,12 @@ def costs_of_table(layout: Layout) -> Costs:
 
     def each(
         seconds_of: Callable[[Seconds, float, float, float], float],
-        of_teacher: Callable[[Beside], float] = lambda _: 0.0,
+        of_beside: Callable[[Beside], float] = lambda _: 0.0,
     ) -> list[float | Sequence[float]]:
         """The seconds of an action for each stage: a value for each chunk in turn, where rows are cut."""
         of_stages: list[float | Sequence[float]] = []
         for stage, speed, share in zip(stages, speeds, layout.recompute_shares, strict=True):
-            run, beside = stage.run, of_teacher(stage.beside)
+            run, beside = stage.run, of_beside(stage.beside)
             values = []
             for chunk in layout.of_chunks:
                 weights, hidden = chunk.weight_seconds(*run), chunk.hidden_seconds(*run)
@@ -46,24 +45,13 @@ def costs_of_table(layout: Layout) -> Costs:
             of_stages.append(values if len(values) > 1 else values[0])
         return of_stages
 
-    hosted = [sums.hosted(*stage.run, visitors, is_dealt=placement.is_dealt) for stage in stages]
     share = sent_share(settings, sums.costs.dtype)
     boundaries = [
         share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
     ]
-    others: dict[str, list[float]] = {
-        LOAD: [sums.copy_seconds(own.num_bytes, host_size) for own in hosted],
-        DROP: [sums.copy_seconds(own.trainable_bytes, host_size) for own in hosted],
-    }
-    for cost in parts_of_modes("cost").values():
-        others |= cost.seconds(layout)
-    head_transfer = 0.0
-    if (part := sums.part) is not None:
-        others[LOGITS] = [part.logits_seconds / speed for speed in speeds]
-        others[LOGITS_GRADIENT] = [part.gradient_seconds / speed for speed in speeds]
-        # The last stage's link carries the hidden states to every other stage.
-        slowest = max(network.transfer_seconds([part.hidden_bytes] * len(boundaries)).values(), default=0.0)
-        head_transfer = len(boundaries) * slowest
+    others: dict[str, list[float]] = {}
+    for seconds_of_mode in functions_of_modes("cost", "seconds"):
+        others |= seconds_of_mode(layout)
     return Costs(
         forward_seconds=each(lambda own, share, *_: own.first_forward(share), attrgetter("forward_seconds")),
         recompute_seconds=each(lambda own, *_: own.forward),
@@ -80,7 +68,7 @@ def costs_of_table(layout: Layout) -> Costs:
         reduce_seconds=[
             network.reduce_seconds(number, sums.held(*stage.run).trainable_bytes) for number, stage in enumerate(stages)
         ],
-        head_transfer_seconds=head_transfer,
+        head_transfer_seconds=sum(own(layout) for own in functions_of_modes("cost", "head_transfer_seconds")),
         others=others,
     )
 

@@ -12,6 +12,7 @@ from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.bound import limit_of_step
+from hf_gpipe.planner.costs.stage_costs import NOTHING
 from hf_gpipe.planner.machines.devices import LINKS, Host, read_host
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
@@ -165,7 +166,7 @@ def test_which_weights_may_visit() -> None:
     }
     # What a run refuses: a teacher beside them, and the sums of replicas whose gradients are on the host.
     costs = blocks(12, weights=100 * MIB)
-    taught = Planner(lambda *_: [costs], PlanInputs(rows), DEVICE, teacher=lambda _: costs)
+    taught = Planner(lambda *_: [costs], PlanInputs(rows), DEVICE, beside=lambda _, count: [NOTHING] * count)
     assert open_visitors(taught) == ()
     with pytest.raises(ScheduleError, match="offload_weights is all and stages have replicas"):
         planner(costs).plan(dealt((1,) * 12, 4, schedule="breadth_first", replicas=2))

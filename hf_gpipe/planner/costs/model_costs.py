@@ -229,27 +229,6 @@ class ModelCosts:
     """Whether a schedule can divide the last layer over the stages."""
 
     @property
-    def without_head(self) -> ModelCosts:
-        """Replace the last layer by a layer that holds and costs nothing."""
-        nothing = GraphCost(0, 0, 0, 0)
-        head = replace(
-            self.layers[-1],
-            parameters=Parameters(),
-            shared=(),
-            buffer_bytes=0,
-            converted_bytes=0,
-            forward=NO_OPERATIONS,
-            backward=NO_OPERATIONS,
-            forward_working_bytes=0,
-            forward_only_working_bytes=0,
-            plain=nothing,
-            block=nothing,
-            seconds=None if self.layers[-1].seconds is None else Seconds(0.0, 0.0, 0.0),
-            sums_beside=(),
-        )
-        return replace(self, layers=(*self.layers[:-1], head))
-
-    @property
     def is_measured(self) -> bool:
         """Whether every layer has its seconds."""
         return all(layer.seconds is not None for layer in self.layers)

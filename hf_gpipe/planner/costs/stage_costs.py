@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.model_costs import (
     NO_SUMS,
@@ -32,32 +31,32 @@ from hf_gpipe.planner.costs.model_costs import (
     hidden_seconds,
 )
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts
 from hf_gpipe.settings.mode import Visitors
 
 
 class Beside(NamedTuple):
-    """The share that a teacher's stage adds to a stage, for one micro-batch. The teacher runs in F alone, and its
+    """The share that a mode's own model adds to a stage, for one micro-batch. That model runs in F alone, and its
     weights are always there."""
 
     held_bytes: float = 0
     """The bytes of weights and buffers."""
     input_bytes: int = 0
-    """The bytes that cross the boundary before the teacher's stage."""
+    """The bytes that cross the boundary before the stage."""
     sent_bytes: int = 0
     """The bytes that F gives to the next stage."""
     kept_bytes: int = 0
-    """The bytes kept from F to B: on the last stage the hidden states of which B makes the logits."""
+    """The bytes kept from F to B."""
     forward_bytes: float = 0
-    """The peak of the teacher's forward, its input included."""
+    """The peak of its forward, its input included."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    """The seconds of the projection to the teacher's logits, which B of the last stage makes."""
+    """The seconds that B takes longer."""
 
     def forward_peak(self, own_bytes: float) -> float:
-        """The peak bytes of an F: the teacher's forward, then the student's forward, which takes `own_bytes`."""
+        """The peak bytes of an F: its forward, then the trained model's forward, which takes `own_bytes`."""
         return max(self.forward_bytes, self.input_bytes + self.sent_bytes + own_bytes)
 
 
@@ -72,7 +71,7 @@ class StageLayers(NamedTuple):
     inner: InnerRecompute
     """The tensors that its stored graphs keep."""
     beside: Beside = NOTHING
-    """The share that a teacher's stage adds."""
+    """The share that a mode adds."""
 
     @property
     def run(self) -> tuple[int, int]:
@@ -88,7 +87,7 @@ class StageBytes(NamedTuple):
     owned: Parameters
     """The weights of which it has the optimizer's state."""
     fixed: float
-    """The bytes of its buffers, and of a teacher's stage."""
+    """The bytes of its buffers, and of a model beside it."""
     converted: float
     """The bytes of its weights as autocast converts them, once for a step."""
     sizes: Mapping[str, float]
@@ -129,8 +128,9 @@ class StageCosts:
     """
 
     def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None, num_parts: int = 0) -> None:
-        self.part = _part_of_head(costs, device, num_parts) if num_parts else None
-        costs = costs.without_head if num_parts else costs
+        self.part: HeadPart | None = None
+        for divided in functions_of_modes("cost", "divided") if num_parts else ():
+            costs, self.part = divided(costs, device, num_parts)
         self.costs = costs
         self.device = device
         layers = costs.layers
@@ -291,13 +291,8 @@ class StageCosts:
             Held.ROW: row,
             Held.ROW_GRADIENTS: row,
         }
-        if (part := self.part) is not None:
-            # The last stage has the hidden states from its own F.
-            amounts[Held.HEAD_INPUT] = {"boundaries": 0 if is_last else part.hidden_bytes}
-            amounts[Held.LOGITS] = {"logits": part.logits_bytes + part.hidden_bytes}
-            amounts[Held.HEAD] = {"working": part.working_bytes}
-        for cost in parts_of_modes("cost").values():
-            amounts |= cost.amounts(self, stage, of_graph)
+        for of_mode in functions_of_modes("cost", "amounts"):
+            amounts |= of_mode(self, stage, of_graph)
         return amounts
 
 
@@ -391,52 +386,6 @@ class GraphSums:
             if start < end and first < stop
         )
         return made - self._input[start]
-
-
-def besides(teacher: StageCosts | None, num_stages: int) -> Sequence[Beside]:
-    """The share that a teacher adds to each stage. It is cut by the number of layers; None: there is no teacher."""
-    if teacher is None:
-        return [NOTHING] * num_stages
-    layers = teacher.costs.layers
-    of_stages = []
-    for own in cut(len(layers), num_stages, "count"):
-        run, is_last = (own.start, own.stop), own.stop == len(layers)
-        # The head's backward has the projection, and as many operations again for each of two gradients.
-        of_head = teacher.seconds(own.stop - 1, own.stop, "none").backward / 3 if is_last else 0.0
-        boundary = layers[-1 if is_last else own.stop].input_bytes
-        of_stages.append(
-            Beside(
-                held_bytes=teacher.held(*run).num_bytes + teacher.buffer_bytes(*run),
-                input_bytes=layers[own.start].input_bytes,
-                sent_bytes=0 if is_last else boundary,
-                kept_bytes=boundary if is_last else 0,
-                forward_bytes=teacher.forward_only_peak_bytes(*run),
-                forward_seconds=teacher.seconds(*run, "none").forward_only,
-                backward_seconds=of_head,
-            )
-        )
-    return of_stages
-
-
-def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPart:
-    """The part of the head that each of K stages has."""
-    head = costs.layers[-1]
-    seconds = head.seconds or estimated_seconds(head, costs.compute_dtype, device)
-    # There are three products of the same size, and the first of them is in S.
-    third = (seconds.forward + seconds.backward) / 3 / num_stages
-    whole = sum((shared.size for shared in head.shared), start=head.parameters)
-    num_positions = costs.workload.num_target_tokens
-    width = head.input_bytes // (num_positions * (whole.num_bytes // max(whole.count, 1)) or 1) or 1
-    hidden = head.input_bytes
-    return HeadPart(
-        held=whole.divided(num_stages),
-        tie=head.shared[0].name if head.shared else "",
-        logits_seconds=third,
-        gradient_seconds=2 * third,
-        hidden_bytes=hidden,
-        logits_bytes=whole.num_bytes // width * num_positions // num_stages,
-        working_bytes=head.plain.backward_working_bytes // num_stages + 2 * hidden,
-    )
 
 
 def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:
