@@ -7,21 +7,42 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_gpipe.errors import UserError
 
 #: The modes, a folder of `hf_gpipe.modes` each, in the order in which they change a table.
 MODES = ("host_graphs", "asynchronous", "visits", "divided_head", "teacher", "chunks", "tensor_parallel")
 
-#: The modules of `hf_gpipe.tasks` for the kinds of data that these have; any other kind is the name of its module.
-TASKS = {
-    **dict.fromkeys(("cldr", "jsonl", "csv", "parquet", "parallel", "hub"), "translation.task"),
-    "chat": "sft",
-    "preferences": "dpo",
-    "rewards": "reward",
-    "classification": "classify",
-    "prompts": "grpo.task",
+
+class Kind(NamedTuple):
+    """A kind of data.
+
+    Attributes:
+        task: the module of its task in `hf_gpipe.tasks`.
+        traits: what its rows and its loss are like, by which keys are for it (`hf_gpipe.settings.kinds`).
+    """
+
+    task: str
+    traits: tuple[str, ...] = ()
+
+
+#: The kinds of data by name. Any other kind is the name of the module of a task of one's own.
+KINDS = {
+    "cldr": Kind("translation.task", ("pairs",)),
+    **dict.fromkeys(("jsonl", "csv", "parquet"), Kind("translation.task", ("pairs", "read", "fields"))),
+    "parallel": Kind("translation.task", ("pairs", "read")),
+    "hub": Kind("translation.task", ("pairs", "read", "fields")),
+    "text": Kind("text", ("sequence",)),
+    "chat": Kind("sft", ("sequence", "messages")),
+    "preferences": Kind("dpo", ("sequence", "messages", "two rows", "several rows")),
+    "kto": Kind("kto", ("sequence", "messages", "several rows")),
+    "rewards": Kind("reward", ("sequence", "messages", "two rows", "several rows")),
+    "prompts": Kind("grpo.task", ("sequence", "messages", "several rows")),
+    "classification": Kind("classify", ("sequence", "labels")),
+    "embeddings": Kind("embeddings", ("sequence", "several rows")),
+    "image_text": Kind("image_text", ("sequence",)),
+    "images": Kind("images", ("labels",)),
 }
 
 
@@ -40,7 +61,7 @@ def functions_of_modes(part: str, name: str) -> tuple[Callable[..., Any], ...]:
 
 def task_module(name: str) -> Any:
     """The module of a task, by its name in `hf_gpipe.tasks` or by its kind of data."""
-    return import_module(f"hf_gpipe.tasks.{TASKS.get(name, name)}")
+    return import_module(f"hf_gpipe.tasks.{KINDS[name].task if name in KINDS else name}")
 
 
 def task_of_kind(kind: str) -> Any:
@@ -55,6 +76,6 @@ def task_of_kind(kind: str) -> Any:
 
 def has_own_task(kind: Any) -> bool:
     """Whether a kind of data is the name of a module of `hf_gpipe.tasks`, and no task of another kind."""
-    others = {name.partition(".")[0] for name in TASKS.values()}
+    others = {*KINDS, *(known.task.partition(".")[0] for known in KINDS.values())}
     is_name = isinstance(kind, str) and kind.isidentifier() and kind not in others
     return is_name and find_spec(f"hf_gpipe.tasks.{kind}") is not None
