@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,10 +269,10 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
 
 
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None, world: World) -> Pipeline:
-    spec, training = spec_of(recipe, config), recipe.training
+    spec, training, pipeline = spec_of(recipe, config), recipe.training, recipe.pipeline
     inputs = plan_inputs(recipe, workload_of(recipe, config))
     if checkpoint is not None:
-        inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
+        pipeline = pipeline.resumed(read_state(checkpoint).run.num_micro_batches)
     loss, by_length = loss_of(recipe), training.sorts_rows(recipe.data.kind)
-    request = PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
+    request = PipelineRequest(spec, pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
     return Pipeline.of(request, world)

@@ -36,7 +36,7 @@ from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import with_visits
-from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS
+from hf_gpipe.settings.mode import COMPARED_ROWS
 from hf_gpipe.settings.pipeline import OF_EACH_PROCESS, DecidedConfig, PipelineConfig
 
 
@@ -111,10 +111,7 @@ class Decision:
     def of(cls, request: PipelineRequest, world: World, probe: Probe) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, shapes = request.inputs, tuple[Any, ...]()
-        given = request.config
-        if inputs.earlier_num_micro_batches is not None and given.num_micro_batches in (None, AUTO):
-            given = given.replace(num_micro_batches=inputs.earlier_num_micro_batches)
-        given = given.with_defaults(can_plan=world.from_main(lambda: inputs.example is not None))
+        given = request.config.with_defaults(can_plan=world.from_main(lambda: inputs.example is not None))
         # Read before the model: a table that cannot be run costs no time.
         table, num_workers = None, given.division.workers_among(world.num_processes)
         if is_table_file(given.schedule):

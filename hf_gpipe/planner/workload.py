@@ -191,7 +191,7 @@ def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 #: Fields of `PlanInputs` that only the process that reads the data needs, or that follow from what it tells.
-OF_THE_READER = ("example", "tables", "earlier_num_micro_batches")
+OF_THE_READER = ("example", "tables")
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,6 @@ class PlanInputs:
         updates: the number of updates of a step, each from the same rows.
         needs_norm: whether an update needs the loss or the norm of the whole gradient, as clipping does. Else dealt
             stages are updated beside backwards.
-        earlier_num_micro_batches: M of the run that goes on. It is kept where M is left open, because dropout depends
-            on the micro-batch; None: a new run.
     """
 
     example: Mapping[str, torch.Tensor] | Workload | None = None
@@ -228,7 +226,6 @@ class PlanInputs:
     saved: Literal["model", "adapters"] = "model"
     saves_in_background: bool = True
     tables: Mapping[str, Schedule] = field(default_factory=dict)
-    earlier_num_micro_batches: int | None = None
     new_tokens: int = 0
     vocabulary: int = 0
     forwards: int = 0

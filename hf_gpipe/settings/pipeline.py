@@ -26,7 +26,7 @@ from hf_gpipe.settings.sizes import read_bytes
 from hf_gpipe.settings.words import choices
 
 #: About thirty years: longer times are none to a clock.
-MOST_SECONDS = 10**9
+Seconds = Annotated[float, Field(gt=0, le=10**9)]
 #: More than the cores of any machine. With a hundred thousand torch ends the process by a segmentation fault.
 MOST_THREADS = 4096
 
@@ -67,7 +67,7 @@ class PipelineConfig(_WithModes):
     compiled: CompiledBlocks = CompiledBlocks()
     liger: LigerKernels = LigerKernels()
 
-    timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS), RUN] = 1800.0
+    timeout_seconds: Annotated[Seconds, RUN] = 1800.0
     """Seconds that a process waits for another process before the run fails; six times as long for a process that
     writes a checkpoint and reports that it is still working."""
 
@@ -222,6 +222,11 @@ class PipelineConfig(_WithModes):
         plain = PLANNED | plain
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return self.replace(**values) if values else self
+
+    def resumed(self, num_micro_batches: int | None) -> Self:
+        """A copy for a run that goes on: an open M is that of before, because dropout depends on the micro-batch."""
+        is_open = self.num_micro_batches in (None, AUTO)
+        return self.replace(num_micro_batches=num_micro_batches) if is_open and num_micro_batches is not None else self
 
     @property
     def not_given(self) -> list[str]:

@@ -198,8 +198,7 @@ def make_pipeline(
         world.from_main(lambda: examples.append(example()), takes_long=True)
         inputs = replace(inputs, example=examples[0] if examples else None)
     if config.num_micro_batches in (None, AUTO):
-        before = world.from_main(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
-        inputs = replace(inputs, earlier_num_micro_batches=before)
+        config = config.resumed(world.from_main(lambda: _num_micro_batches_before(Path(str(args.output_dir)))))
     loss = asked_loss(loss, args.of_tokens)
     return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, args.sorts_rows), world)
 

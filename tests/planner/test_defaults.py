@@ -93,10 +93,10 @@ def test_a_pipeline_plans_by_its_example_and_is_plain_without() -> None:
 
 def test_a_run_that_goes_on_keeps_its_micro_batches() -> None:
     for asked, expected in ((None, 3), ("auto", 3), (2, 2)):
-        options: Any = {"example": Workload(8, 8, 8), "earlier_num_micro_batches": 3}
-        pipe = Pipeline(tiny_config("llama"), 2, asked, "gpipe", "stage", "count", **options)
-        assert pipe.num_micro_batches == expected
-    assert Pipeline(tiny_config("llama"), 2, earlier_num_micro_batches=3).num_micro_batches == 3, "without an example"
+        options: Any = {"schedule": "gpipe", "recompute": "stage", "partition": "count"}
+        config = PipelineConfig(2, num_micro_batches=asked, **options).resumed(3)
+        assert Pipeline(tiny_config("llama"), config=config, example=Workload(8, 8, 8)).num_micro_batches == expected
+    assert Pipeline(tiny_config("llama"), config=PipelineConfig(2).resumed(3)).num_micro_batches == 3, "without a shape"
 
 
 def test_nothing_is_timed_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
