@@ -22,6 +22,7 @@ from hf_gpipe.errors import DataError, RecipeError, UserError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.tasks.kto import KTOLoss
 from tests.data.chat_templates import tokenizer
 from tests.trainers.test_dpo import config
 
@@ -42,9 +43,9 @@ from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.settings.section import Positive, Settings
 from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
 from hf_gpipe.trainers.trainer import TaskTrainer
-from hf_gpipe.training.arguments import argument
 
 
 def weighed_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,20 +64,24 @@ class WeighedExamples(EncodedRows):
         return prompt, answer, [read.row["weight"]]
 
 
-@dataclass(frozen=True)
-class WeighedLoss(NotingLoss):
-    power: float = 1.0
+class WeighedOptions(Settings):
+    """How answers count."""
 
+    power: Positive = 1.0
+    """Power of the weights."""
+
+
+class WeighedLoss(NotingLoss):
+    options = WeighedOptions()
     metrics, reads, entries = ("logps",), Reads.ROWS, ("weight",)
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         self._note(read.log_probs)
-        return -(read.inputs["weight"].to(read.log_probs) ** self.power) * read.log_probs
+        return -(read.inputs["weight"].to(read.log_probs) ** self.options.power) * read.log_probs
 
 
 @dataclass
 class WeighedConfig(ModelArguments, TaskArguments):
-    power: float = argument(1.0, "Power of the weights.")
     _loss = WeighedLoss
 
 
@@ -136,7 +141,7 @@ def test_its_loss_and_every_gradient_are_a_plain_loop_s(weighed: Any) -> None:
 
 
 def test_a_recipe_names_it(weighed: Any, tmp_path: Path) -> None:
-    """The report of held-out rows is the loss with its metrics."""
+    """The report of held-out rows is the loss with its metrics. The options of its loss could not be given."""
     plain_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
@@ -146,15 +151,17 @@ def test_a_recipe_names_it(weighed: Any, tmp_path: Path) -> None:
         f"data: {{kind: weighed, path: {rows}, validation_fraction: 0.0, test_fraction: 0.5}}\n"
         f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 2, batch_size: 2, save_steps: null}}\n"
         "pipeline: {num_stages: 2, num_micro_batches: 2}\n"
+        "weighed: {power: 2.0}\n"
     )
     recipe = parse_recipe(text)
+    assert parse_recipe(recipe.to_yaml()) == recipe
     job.run(recipe, Job.current())
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
     test = weighed.TASK.corpus(recipe).test
     batch = ExampleCollator(0)(list(weighed.WeighedExamples(test, tokenizer())))
     trained = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager", dtype=torch.float64)
     with torch.no_grad():
-        expected, log_probs = losses_of(trained, batch), -losses_of(trained, batch, 0.0)
+        expected, log_probs = losses_of(trained, batch, 2.0), -losses_of(trained, batch, 0.0)
     found = {name: metrics[name] for name in ("task", "num_rows", "loss", "logps")}
     assert found == {
         "task": "weighed",
@@ -170,12 +177,24 @@ def test_a_recipe_names_it(weighed: Any, tmp_path: Path) -> None:
         ("weigh", r"data.kind: found 'weigh' .*, expected 'cldr', "),
     ):
         with pytest.raises(RecipeError, match=message):
-            parse_recipe(text.replace("kind: weighed", f"kind: {kind}"))
+            parse_recipe(text.replace("weighed: {power: 2.0}", "").replace("kind: weighed", f"kind: {kind}"))
+    for wrong, message in (
+        ("weighed.power=0.0", r"weighed.power: found 0.0 \(a number\), expected a number above 0"),
+        ("weighed.powers=1.0", r"weighed.powers is not a key of a recipe"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            parse_recipe(text, [wrong])
+    without = text.replace("weighed: {power: 2.0}", "")
     with pytest.raises(UserError, match=r"data.kind is distil, and the module hf_gpipe.tasks.distil has no TASK; name"):
-        job.check_recipe(parse_recipe(text.replace("kind: weighed", "kind: distil")))
+        parse_recipe(without.replace("kind: weighed", "kind: distil"))
 
 
 def test_its_trainer_has_the_arguments_of_its_loss(weighed: Any, tmp_path: Path) -> None:
+    """An option of a loss was declared a second time for the arguments, and a third time for recipes."""
+    known = weighed.WeighedConfig.__dataclass_fields__["power"]
+    assert (known.default, known.metadata["help"]) == (1.0, "Power of the weights.")
+    with pytest.raises(UserError, match=r"power: found -1.0 \(a number\), expected a number above 0"):
+        weighed.WeighedConfig(output_dir=str(tmp_path), num_stages=2, power=-1.0, use_cpu=True)
     args = weighed.WeighedConfig(output_dir=str(tmp_path), num_stages=2, num_micro_batches=2, max_steps=1, power=2.0)
     args.per_device_train_batch_size, args.bf16, args.use_cpu = 4, False, True
     trainer = weighed.WeighedTrainer(plain_model(), args, train_dataset=ROWS, processing_class=tokenizer())
@@ -183,5 +202,9 @@ def test_its_trainer_has_the_arguments_of_its_loss(weighed: Any, tmp_path: Path)
     trainer.train()
     assert trainer.state.log_history[-1]["step"] == 1
     pipe = Pipeline(plain_model(), 2, 2, loss=weighed.WeighedLoss())
+    # The core named the entries of every loss.
+    of_any = {*Pipeline(plain_model(), 2, 2).adapter.loss_keys}
+    assert {*pipe.adapter.loss_keys} - of_any == {"weight"}
+    assert {*Pipeline(plain_model(), 2, 2, loss=KTOLoss()).adapter.loss_keys} - of_any == {"desirable", "kl"}
     with pytest.raises(UserError, match="the given Pipeline has the loss WeighedLoss"):
         weighed.WeighedTrainer(pipe, args, train_dataset=ROWS, processing_class=tokenizer())

@@ -32,12 +32,10 @@ _SET_BY_PIPELINE = {
         "the stages make the encoder's output and its mask themselves",
     ),
 }
-#: Entries of a mini-batch that losses read.
-OF_LOSSES = ("labels", "shift_labels", "ref_logps", "desirable", "kl", "advantages", "old_logps", "ref_token_logps")
+#: Entries of a mini-batch that any loss may read. A loss says by `entries` which others it reads.
+OF_LOSSES = ("labels", "shift_labels", "ref_logps")
 #: Entries that say where the documents of flattened rows begin.
 _OF_FLATTENED = ("position_ids", *BORDERS)
-#: Entries that a pipeline reads itself.
-_OWN = (*OF_LOSSES, *BORDERS)
 
 
 def check_keys(batch: Tensors, adapter: Adapter) -> None:
@@ -46,7 +44,7 @@ def check_keys(batch: Tensors, adapter: Adapter) -> None:
     model = adapter.reference
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = {*chain(*adapter.text_keys.values()), *_OWN, *adapter.loss_keys, *target_keys, *image_keys}
+    known = {*chain(*adapter.text_keys.values()), *BORDERS, *adapter.loss_keys, *target_keys, *image_keys}
     for name in batch:
         if name.startswith(_NOT_TEXT) and name not in image_keys:
             takes = f"takes token ids and {', '.join(image_keys)}" if image_keys else "takes token ids only"
@@ -60,10 +58,8 @@ def check_keys(batch: Tensors, adapter: Adapter) -> None:
                 "and targets apart; use a collator that pads (with packing=True their padding is left out)"
             )
         if name not in known and target_keys:
-            raise DataError(
-                f"the batch has {name!r}; a model with an encoder takes {', '.join(sorted(known - {*_OWN}))} and "
-                "labels; leave it out"
-            )
+            taken = ", ".join(sorted(known - {*BORDERS, *adapter.loss_keys}))
+            raise DataError(f"the batch has {name!r}; a model with an encoder takes {taken} and labels; leave it out")
         if name not in known and not takes_any and name not in parameters:
             raise DataError(f"the batch has {name!r}, which {type(model).__name__}.forward does not take; leave it out")
     if "attention_mask" in batch and (borders := sorted(batch.keys() & {"cu_seq_lens_q", "cu_seq_lens_k"})):

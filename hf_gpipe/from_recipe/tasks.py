@@ -6,6 +6,7 @@ A module of `hf_gpipe.tasks` has a `Task` under the name TASK; `data.kind` decid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -22,6 +23,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DataSection, Recipe
 from hf_gpipe.registry import task_module, task_of_kind
+from hf_gpipe.settings.section import Settings
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -102,10 +104,19 @@ class Task:
         """The class of the trainer's arguments."""
         return self.trainer._arguments
 
+    @property
+    def section(self) -> type[Settings] | None:
+        """The section of a recipe that has the options of its loss; None: it has no loss of its own."""
+        return getattr(self.arguments, "section", None)
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """The values of that section."""
+        return next((vars(own) for own in vars(recipe).values() if type(own) is self.section), {})
+
     def loss(self, recipe: Recipe) -> Loss:
         """The loss of training."""
         if (own := getattr(self.arguments, "_loss", None)) is not None:
-            return own.of(recipe.of_loss)
+            return own.of(SimpleNamespace(**self.options(recipe)))
         if recipe.distillation.teacher is not None:
             return task_module("distil").loss_of(recipe)
         return TokenLoss.of_settings(recipe.training)

@@ -26,11 +26,10 @@ class Prepared(NamedTuple):
 def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     """The trainer's arguments, for a `Pipeline` that the recipe has made: its own settings need not be repeated."""
     training, pipeline = recipe.training, recipe.pipeline
-    made_as, sorts_rows = task_of(recipe).arguments, training.sorts_rows(recipe.data.kind)
-    values = {name: value for name, value in vars(training).items() if name in made_as.__dataclass_fields__}
-    if hasattr(made_as, "_loss"):
-        of_loss = {} if recipe.of_loss is None else vars(recipe.of_loss)
-        values |= {name: value for name, value in of_loss.items() if name != "reward"}
+    task, sorts_rows = task_of(recipe), training.sorts_rows(recipe.data.kind)
+    made_as, given = task.arguments, vars(training) | task.options(recipe)
+    values = {name: value for name, value in given.items() if name in made_as.__dataclass_fields__}
+    if task.section is not None:
         values |= {"max_length": recipe.data.max_length}
     if training.lr_scheduler_type == "warmup_stable_decay":
         values |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}

@@ -28,12 +28,13 @@ class RowLoss(Loss):
         function: (log-probabilities (B,), each the sum over the targets of a row; the micro-batch's inputs) -> the loss
             of each unit, (B / rows_per_unit,), from the rows of that unit alone. It is called once for each
             micro-batch, in training with gradients, in evaluation without.
-        rows_per_unit, needs_reference: as of `Loss`.
+        rows_per_unit, needs_reference, entries: as of `Loss`.
     """
 
     function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
     rows_per_unit: int = 1
     needs_reference: bool = False
+    entries: tuple[str, ...] = ()
 
     reads = Reads.ROWS
 

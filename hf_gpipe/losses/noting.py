@@ -3,38 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from hf_gpipe.losses.loss import Loss
-from hf_gpipe.settings.section import check_by
+from hf_gpipe.settings.section import Settings, keys_of, values_in
 
 
-@dataclass(frozen=True)
 class NotingLoss(Loss):
-    """A loss that notes metrics, which are means over units or tokens.
+    """A loss with options, which notes metrics: means over units or tokens.
+
+    The options are keys of settings, each declared once: recipes and the arguments of the task's trainer have them too.
+
+    Args:
+        options: their values, in the order of the keys or by name.
 
     Attributes:
-        metrics: their names, in the order in which they are summed up.
+        options: those of the loss. A subclass says by its own, with all defaults, which options it has.
+        metrics: the names of the metrics, in the order in which they are summed up.
+
+    Raises:
+        UserError: an option does not exist, or has a value that is not allowed.
     """
 
+    options: Settings = Settings()
     metrics: ClassVar[tuple[str, ...]]
-    #: The section of a recipe whose keys are the options. It checks their values. None: recipes have no such section.
-    section: ClassVar[type | None] = None
-    #: The sums of the metrics and the number of values of each, in training (True) and in evaluation (False).
-    _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.section is not None:
-            check_by(self.section, self)
+    def __init__(self, *options: Any, **by_name: Any) -> None:
+        self.options = type(self.options)(*options, **by_name)
+        #: The sums of the metrics and the number of values of each, in training (True) and in evaluation (False).
+        self._sums: dict[bool, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, options: Any) -> Self:
-        """The loss that the arguments of a trainer, or the section of a recipe, ask for by the names of its fields."""
-        names = [own.name for own in fields(cls) if own.init and hasattr(options, own.name)]
-        return cls(**{name: getattr(options, name) for name in names})
+    def of(cls, given: Any) -> Self:
+        """The loss that the arguments of a trainer, or the section of a recipe, ask for by the names of its options."""
+        return cls(**values_in(given, type(cls.options)))
+
+    def replace(self, **options: Any) -> Self:
+        """The loss with other values of options."""
+        return type(self)(**{**vars(self.options), **options})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NotingLoss) and type(self) is type(other) and self.options == other.options
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.options))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.options)})"
+
+    if not TYPE_CHECKING:  # a type checker finds them in the options
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of an option."""
+            if name in keys_of(type(self.options)):
+                return getattr(self.options, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
         """Add the metrics of units, (U,) each, to the sums; nothing is read from the device.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_gpipe.errors import RecipeError, UserError, nearest
-from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
+from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys, recipe_of, sections_of
 from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read
 from hf_gpipe.settings.kinds import uses
 from hf_gpipe.settings.section import MisfitError, dotted, keys_of
@@ -24,10 +24,11 @@ def build(data: Mapping[Any, Any], locations: Locations) -> Recipe:
             values of a section that contradict each other; the message has the place, the key, what was found and
             what is allowed.
     """
+    sections = sections_of(kind_of(data))
     for key in data:
-        if key not in SECTIONS:
+        if key not in sections:
             raise RecipeError(f"{locations.of((key,))}: {key} is not a key of a recipe{_hint((key,))}")
-    return Recipe(**{name: _section(name, cls, data.get(name), locations) for name, cls in SECTIONS.items()})
+    return recipe_of({name: _section(name, cls, data.get(name), locations) for name, cls in sections.items()})
 
 
 def drop_unused(data: Mapping[Any, Any], kind: object, keep: Iterable[KeyPath] = ()) -> None:

@@ -33,7 +33,7 @@ def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
     The default is allowed because earlier versions wrote it for every key.
     """
     kind = recipe.data.kind
-    for section, key in all_keys():
+    for section, key in all_keys(kind):
         value = getattr(getattr(recipe, section), key.name)
         if key.kinds is not None and not uses(kind, key.kinds) and value != key.default:
             place = f"{locations.of((section, key.name))}: " if locations else ""

@@ -57,6 +57,10 @@ PATHS = {
 }
 
 
+Temperature = Annotated[float, Field(ge=1)]
+"""T, by which languages with few rows are drawn more often."""
+
+
 class DataSection(Settings):
     """The corpus. A key that its kind does not use is an error."""
 
@@ -94,7 +98,7 @@ class DataSection(Settings):
     test_fraction: Fraction = 0.05
     """Share of the pairs, documents or conversations held out for evaluation at the end."""
 
-    temperature: Annotated[float, Field(ge=1), PAIRS] = 1.0
+    temperature: Annotated[Temperature, PAIRS] = 1.0
     """T: a language with a share s of the training pairs is sampled in proportion to s ** (1 / T). 1: in proportion to
     the share; larger: small languages more often, large languages less often."""
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.data import DataSection
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.training import TrainingSection
 from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.registry import has_own_task, task_of_kind
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.kinds import PAIRS, TOKENIZED, uses
 from hf_gpipe.settings.losses import (
@@ -204,11 +207,6 @@ class Recipe(Settings):
     training: TrainingSection
     evaluation: Annotated[EvaluationSection, MAY_CHANGE] = EvaluationSection()
 
-    @property
-    def of_loss(self) -> Any:
-        """The section with the options of the loss, where the kind of data has a loss of its own; else None."""
-        return getattr(self, "grpo" if self.data.kind == "prompts" else self.data.kind, None)
-
     def table(self, num_processes: int) -> Schedule | None:
         """The table of a step from the file that `pipeline.schedule` names; raises as `PipelineConfig.table`."""
         return self.pipeline.table(self.training.size.accumulation, num_processes)
@@ -227,7 +225,7 @@ class Recipe(Settings):
         """The value of every key that the recipe's kind of data uses."""
         return {
             (name, key.name): key.value_in(getattr(self, name))
-            for name, key in all_keys()
+            for name, key in all_keys(self.data.kind)
             if uses(self.data.kind, key.kinds)
         }
 
@@ -236,9 +234,31 @@ SECTIONS: dict[str, Any] = {name: info.annotation for name, info in Recipe.model
 """The class of each section."""
 
 
-def all_keys() -> list[tuple[str, Key]]:
-    """Every key with the name of its section, in the order of the fields."""
-    return [(name, key) for name, cls in SECTIONS.items() for key in keys_of(cls).values()]
+def sections_of(kind: object) -> dict[str, Any]:
+    """The class of each section of a recipe with this kind of data.
+
+    A task of one's own has one more, under the name of its kind, with the options of its loss.
+    """
+    own = task_of_kind(str(kind)).section if has_own_task(kind) else None
+    return SECTIONS if own is None else {**SECTIONS, str(kind): own}
+
+
+def recipe_of(sections: Mapping[str, Any]) -> Recipe:
+    """The recipe of sections by their names."""
+    own = {name: type(given) for name, given in sections.items() if name not in SECTIONS}
+    return _class_with(**own)(**sections)
+
+
+@cache
+def _class_with(**own: Any) -> type[Recipe]:
+    """The class of recipes that have more sections."""
+    fields: Any = {name: (cls, ...) for name, cls in own.items()}
+    return create_model("Recipe", __base__=Recipe, **fields) if own else Recipe
+
+
+def all_keys(kind: object = None) -> list[tuple[str, Key]]:
+    """Every key with the name of its section, in the order of the fields; with a task's own, where the kind has one."""
+    return [(name, key) for name, cls in sections_of(kind).items() for key in keys_of(cls).values()]
 
 
 def may_change() -> set[tuple[str, str]]:

@@ -1,13 +1,20 @@
-"""The sections of a recipe that choose the loss: a teacher, and those of kinds of data with a loss of their own."""
+"""The options of losses, and the sections of a recipe that have them beside other keys of their tasks.
+
+Settings of this package need no torch. The loss of a task has its `...Options`, and its trainer has an argument for
+each key of the section.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from hf_gpipe.settings.kinds import PAIRS
+from hf_gpipe.settings.mode import Listed
 from hf_gpipe.settings.section import (
+    OF_RECIPE,
     Count,
     NotNegative,
     Place,
@@ -17,31 +24,37 @@ from hf_gpipe.settings.section import (
     refuse_given,
 )
 
-#: The losses of preferences that need no reference, and those that read an option.
+#: The losses of preferences that need no reference.
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
-_LOSSES_THAT_READ = {
-    "label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "cpo_alpha": ("cpo", "simpo"),
-    "scale": ("multiple_negatives",),
-    "margin": ("triplet",),
-    "distance": ("triplet",),
-}
 
 
-def _check_read(section: Any) -> None:
-    """Raise UserError for a key of a section that its `loss_type` does not read."""
-    for name, users in _LOSSES_THAT_READ.items():
-        if name in vars(section) and section.loss_type not in users:
-            why = f"loss_type is {section.loss_type}, which does not use it; choose {' or '.join(users)}"
-            refuse_given(section, (name,), why)
+@dataclass(frozen=True)
+class ReadBy:
+    """Marks a key that is read with some values of `loss_type` alone; with another value it must not be given."""
+
+    loss_types: tuple[str, ...]
 
 
-class _AgainstReference(Settings):
-    """The keys of losses that compare the model with a reference, the model before its training."""
+class LossOptions(Settings):
+    """The options of a loss that has several types."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        for name, key in keys_of(type(self)).items():
+            for mark in key.marks:
+                if isinstance(mark, ReadBy) and (chosen := vars(self)["loss_type"]) not in mark.loss_types:
+                    why = f"loss_type is {chosen}, which does not use it; choose {' or '.join(mark.loss_types)}"
+                    refuse_given(self, (name,), why)
+
+
+class ReferenceOptions(LossOptions):
+    """The options of losses that compare the model with a reference, the model before its training."""
 
     beta: Positive = 0.1
     """How closely the model stays to the reference, which is the model before its training; larger: more closely."""
+
+
+class _OfReference(Settings):
+    """The keys of their trainers."""
 
     precompute_ref_log_probs: bool = False
     """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
@@ -51,10 +64,8 @@ class _AgainstReference(Settings):
     """Whether the model has no dropout in training."""
 
 
-class PreferencesSection(_AgainstReference):
-    """Options of the loss for `data.kind: preferences` (DPO and others); keys as in TRL's DPOConfig."""
-
-    kinds = ("preferences",)
+class PreferenceOptions(ReferenceOptions):
+    """The options of the loss of pairs of answers."""
 
     loss_type: Literal[
         "sigmoid",
@@ -74,30 +85,39 @@ class PreferencesSection(_AgainstReference):
     """Loss of a pair. sigmoid: DPO; robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero and
     apo_down: its variants of these names. cpo, simpo and orpo need no reference."""
 
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), ReadBy(("sigmoid", "robust", "cpo", "simpo"))] = 0.0
     """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO), robust, cpo and
     simpo."""
-
-    simpo_gamma: NotNegative | None = None
-    """simpo: the margin between the two answers; null: 0.5."""
-
-    cpo_alpha: NotNegative | None = None
-    """cpo and simpo: weight of the cross-entropy of the chosen answers; null: 1 for cpo and 0 for simpo."""
 
     reference_free: bool = False
     """Whether the loss leaves the reference out."""
 
+    simpo_gamma: Annotated[NotNegative | None, ReadBy(("simpo",))] = None
+    """simpo: the margin between the two answers; null: 0.5."""
+
+    cpo_alpha: Annotated[NotNegative | None, ReadBy(("cpo", "simpo"))] = None
+    """cpo and simpo: weight of the cross-entropy of the chosen answers; null: 1 for cpo and 0 for simpo."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the reference."""
+        return not self.reference_free and self.loss_type not in WITHOUT_REFERENCE
+
+
+class PreferencesSection(_OfReference, PreferenceOptions):
+    """Options of the loss for `data.kind: preferences` (DPO and others); keys as in TRL's DPOConfig."""
+
+    kinds = ("preferences",)
+
     def model_post_init(self, context: Any, /) -> None:
-        _check_read(self)
-        if self.reference_free or self.loss_type in WITHOUT_REFERENCE:
+        super().model_post_init(context)
+        if not self.needs_reference:
             free = "reference_free is true" if self.reference_free else f"loss_type is {self.loss_type}"
             refuse_given(self, ("precompute_ref_log_probs",), f"{free}, so no reference is read; change that")
 
 
-class KTOSection(_AgainstReference):
-    """Options of the loss for `data.kind: kto`, answers that are wanted or not; keys as in TRL's KTOConfig."""
-
-    kinds = ("kto",)
+class KTOOptions(ReferenceOptions):
+    """The options of the loss of single answers."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto: an answer is compared with the mean log-ratio of the mini-batch's prompts with the answers of other prompts,
@@ -110,22 +130,30 @@ class KTOSection(_AgainstReference):
     """Factor of the loss of an answer that is not wanted."""
 
 
-class RewardsSection(Settings):
-    """Options of the loss for `data.kind: rewards` (Bradley-Terry); keys as in TRL's RewardConfig."""
+class KTOSection(_OfReference, KTOOptions):
+    """Options of the loss for `data.kind: kto`, answers that are wanted or not; keys as in TRL's KTOConfig."""
 
-    kinds = ("rewards",)
+    kinds = ("kto",)
+
+
+class RewardOptions(Settings):
+    """The options of the loss of rewards."""
 
     center_rewards_coefficient: NotNegative | None = None
     """Factor of the square of the sum of a pair's rewards, which is added to the loss; null: 0."""
+
+
+class RewardsSection(RewardOptions):
+    """Options of the loss for `data.kind: rewards` (Bradley-Terry); keys as in TRL's RewardConfig."""
+
+    kinds = ("rewards",)
 
     disable_dropout: bool = True
     """Whether the model has no dropout in training."""
 
 
-class EmbeddingsSection(Settings):
-    """Options of the loss for `data.kind: embeddings`; names as in sentence-transformers."""
-
-    kinds = ("embeddings",)
+class EmbeddingOptions(LossOptions):
+    """The options of the loss of embeddings."""
 
     loss_type: Literal["multiple_negatives", "triplet", "cosine"] = "multiple_negatives"
     """multiple_negatives: the model learns to find an anchor's own text among the texts of all rows of the mini-batch
@@ -140,27 +168,21 @@ class EmbeddingsSection(Settings):
     texts: Count | None = None
     """Number of texts in a row: 2, or more with negatives; null: 2, and 3 for triplet."""
 
-    scale: Positive = 20.0
+    scale: Annotated[Positive, ReadBy(("multiple_negatives",))] = 20.0
     """multiple_negatives: factor of the cosines, the inverse of a temperature."""
 
-    margin: Positive = 5.0
+    margin: Annotated[Positive, ReadBy(("triplet",))] = 5.0
     """triplet: by how much the negative shall be further away than the positive."""
 
-    distance: Literal["euclidean", "cosine"] = "euclidean"
+    distance: Annotated[Literal["euclidean", "cosine"], ReadBy(("triplet",))] = "euclidean"
     """triplet: how the distance of two embeddings is measured."""
 
-    matryoshka_dims: list[Count] | None = None
+    matryoshka_dims: Annotated[tuple[Count, ...] | None, Listed] = None
     """Sizes to which embeddings can be cut, such as [768, 256, 64]: the loss is the sum over them; null: embeddings are
     not cut."""
 
-    matryoshka_weights: list[Positive] | None = None
+    matryoshka_weights: Annotated[tuple[Positive, ...] | None, Listed] = None
     """Factors of the losses of these sizes; null: 1 each."""
-
-    disable_dropout: bool = False
-    """Whether the model has no dropout in training."""
-
-    def model_post_init(self, context: Any, /) -> None:
-        _check_read(self)
 
     @property
     def num_texts(self) -> int:
@@ -168,29 +190,27 @@ class EmbeddingsSection(Settings):
         return self.texts or (3 if self.loss_type == "triplet" else 2)
 
 
-class GRPOSection(Settings):
-    """Options for `data.kind: prompts` (GRPO): rewards of own completions; keys as in TRL's GRPOConfig."""
+class EmbeddingsSection(EmbeddingOptions):
+    """Options of the loss for `data.kind: embeddings`; names as in sentence-transformers."""
 
-    kinds = ("prompts",)
+    kinds = ("embeddings",)
 
-    reward: Literal["exact", "contains", "characters"] = "exact"
-    """Reward of a completion, from 0 to 1. exact: 1 if the completion is the row's `answer`; contains: 1 if the answer
-    is in the completion; characters: the share of characters that equal the answer's at the same place."""
+    disable_dropout: bool = False
+    """Whether the model has no dropout in training."""
 
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Number of completions of each prompt in a step."""
 
-    max_completion_length: Count = 512
-    """Maximum number of tokens of a completion."""
-
-    temperature: Positive = 1.0
-    """Temperature at which completions are sampled; the loss also divides the logits by it."""
+class GRPOOptions(Settings):
+    """The options of the loss of completions with advantages."""
 
     beta: NotNegative = 0.0
     """Weight of the divergence from the model without its new adapters; a weight above 0 needs `lora.r`."""
 
-    num_iterations: Count = 1
-    """Number of updates from the same completions."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    """How tokens are averaged. grpo: over each row, then over rows; dapo, bnpo: over all tokens of the step; dr_grpo:
+    the sum, divided by rows times `max_completion_length`."""
+
+    max_completion_length: Count = 512
+    """Maximum number of tokens of a completion."""
 
     epsilon: NotNegative = 0.2
     """The ratio of a token's probabilities is clipped at 1 - epsilon and, without `epsilon_high`, at 1 + epsilon."""
@@ -198,9 +218,22 @@ class GRPOSection(Settings):
     epsilon_high: NotNegative | None = None
     """The ratio is clipped at 1 + epsilon_high; null: `epsilon`."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """How tokens are averaged. grpo: over each row, then over rows; dapo, bnpo: over all tokens of the step; dr_grpo:
-    the sum, divided by rows times `max_completion_length`."""
+    temperature: Positive = 1.0
+    """Temperature at which completions are sampled; the loss also divides the logits by it."""
+
+
+class _Rollouts(Settings):
+    """How completions are made and rewarded."""
+
+    reward: Annotated[Literal["exact", "contains", "characters"], OF_RECIPE] = "exact"
+    """Reward of a completion, from 0 to 1. exact: 1 if the completion is the row's `answer`; contains: 1 if the answer
+    is in the completion; characters: the share of characters that equal the answer's at the same place."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Number of completions of each prompt in a step."""
+
+    num_iterations: Count = 1
+    """Number of updates from the same completions."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """The rewards by whose standard deviation advantages are divided. group: of a prompt's completions; batch: of the
@@ -210,18 +243,14 @@ class GRPOSection(Settings):
     """Whether the model has no dropout in training."""
 
 
-class DistillationSection(Settings):
-    """A teacher whose token probabilities the model learns; keys as in TRL's GKDConfig."""
+class GRPOSection(GRPOOptions, _Rollouts):
+    """Options for `data.kind: prompts` (GRPO): rewards of own completions; keys as in TRL's GRPOConfig."""
 
-    kinds = (*PAIRS, "text", "chat")
+    kinds = ("prompts",)
 
-    teacher: Place | None = None
-    """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: no teacher. The teacher
-    is cut into as many stages, keeps the data type of its checkpoint, and runs only forwards."""
 
-    quantization: Literal["nf4", "fp4", "int8"] | None = None
-    """The form to which the teacher's weights are quantised while they are loaded, as with `model.quantization`; null:
-    as in its checkpoint."""
+class DistillationOptions(Settings):
+    """The options of the loss of a student beside its teacher."""
 
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """0: the divergence from the teacher, KL(teacher, model); 1: KL(model, teacher); between them the generalized
@@ -232,6 +261,24 @@ class DistillationSection(Settings):
 
     cross_entropy_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the cross-entropy of the targets in the loss; the divergence has the rest."""
+
+
+class _Teacher(Settings):
+    """The teacher."""
+
+    teacher: Place | None = None
+    """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: no teacher. The teacher
+    is cut into as many stages, keeps the data type of its checkpoint, and runs only forwards."""
+
+    quantization: Literal["nf4", "fp4", "int8"] | None = None
+    """The form to which the teacher's weights are quantised while they are loaded, as with `model.quantization`; null:
+    as in its checkpoint."""
+
+
+class DistillationSection(DistillationOptions, _Teacher):
+    """A teacher whose token probabilities the model learns; keys as in TRL's GKDConfig."""
+
+    kinds = (*PAIRS, "text", "chat")
 
     def model_post_init(self, context: Any, /) -> None:
         if self.teacher is None:

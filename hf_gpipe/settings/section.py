@@ -51,6 +51,9 @@ def one_of(*names: str, other: Callable[[Any], bool] = lambda value: False) -> G
 MAY_CHANGE = object()
 """Marks a key, or a whole section, that a resumed run may change: it decides neither the model nor what it learns."""
 
+OF_RECIPE = object()
+"""Marks a key that is no argument of a trainer."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -179,10 +182,9 @@ def refuse_given(of_section: Settings, names: Iterable[str], why: str, error: ty
             raise error(f"{name} is {show(value)} and {why}, or leave {name} out.")
 
 
-def check_by(cls: type[Settings], options: Any) -> Any:
-    """The section with the values of options of the names of its keys. Raises UserError for what it does not allow."""
-    values = {name: getattr(options, name) for name in keys_of(cls) if hasattr(options, name)}
-    return cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
+def values_in(options: Any, cls: type[Settings]) -> dict[str, Any]:
+    """The values that an object has under the names of a section's keys."""
+    return {name: getattr(options, name) for name in keys_of(cls) if hasattr(options, name)}
 
 
 def misfit(error: ValidationError, cls: type[Settings], values: Mapping[str, Any]) -> UserError:

@@ -18,8 +18,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.settings.losses import DistillationSection
-from hf_gpipe.settings.section import check_value, keys_of
+from hf_gpipe.settings.losses import DistillationOptions
+from hf_gpipe.settings.section import check_value, keys_of, values_in
 
 #: Into how many parts the positions of a chunk are cut.
 _BLOCKS = 16
@@ -43,16 +43,16 @@ class DistillationLoss(TokenLoss):
         UserError: a value that is not allowed, or the logits are clipped, or the loss is dynamic.
     """
 
-    beta: float = DistillationSection().beta
-    temperature: float = DistillationSection().temperature
-    cross_entropy_share: float = DistillationSection().cross_entropy_share
+    beta: float = DistillationOptions().beta
+    temperature: float = DistillationOptions().temperature
+    cross_entropy_share: float = DistillationOptions().cross_entropy_share
 
     reads = Reads.TOKENS | Reads.TEACHER
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beta", "temperature", "cross_entropy_share"):
-            check_value(name, getattr(self, name), keys_of(DistillationSection)[name].allowed)
+        for name, key in keys_of(DistillationOptions).items():
+            check_value(name, getattr(self, name), key.allowed)
         if others := self.given.keys() - {"label_smoothing"}:
             raise UserError(f"{' and '.join(sorted(others))} is not supported in distillation; leave it out")
         if self.label_smoothing and not self.cross_entropy_share:
@@ -137,8 +137,7 @@ class DistillationLoss(TokenLoss):
 
 def loss_of(recipe: Recipe) -> DistillationLoss:
     """The loss of a recipe that names a teacher."""
-    values = {name: getattr(recipe.distillation, name) for name in ("beta", "temperature", "cross_entropy_share")}
-    return DistillationLoss.of_settings(recipe.training, **values)
+    return DistillationLoss.of_settings(recipe.training, **values_in(recipe.distillation, DistillationOptions))
 
 
 class _Planned(DistillationLoss):

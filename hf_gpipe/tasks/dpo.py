@@ -24,10 +24,10 @@ from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.settings.losses import WITHOUT_REFERENCE, PreferencesSection
+from hf_gpipe.settings.losses import WITHOUT_REFERENCE, PreferenceOptions, PreferencesSection
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.reference import ReferenceTrainer
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.arguments import argument
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -39,7 +39,6 @@ _SIMPO_GAMMA = 0.5
 _PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 
-@dataclass(frozen=True)
 class PreferenceLoss(NotingLoss):
     """The loss of pairs of a chosen row and the rejected row after it.
 
@@ -47,7 +46,7 @@ class PreferenceLoss(NotingLoss):
     reference, m is the difference of the two log-probabilities log p(y|x).
 
     Args:
-        beta: how far the model may go from the reference; larger: less far.
+        options: those of `PreferenceOptions`.
         loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
             otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
             (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
@@ -59,39 +58,22 @@ class PreferenceLoss(NotingLoss):
             m - simpo_gamma / beta, per token (arXiv 2405.14734); "orpo": -beta log s(the logarithm of the
             ratio of the odds p / (1 - p)), per token, with the cross-entropy of the chosen answer (arXiv 2403.07691,
             equation 6).
-        label_smoothing: the probability that the two answers of a pair are exchanged, at least 0 and below 0.5.
-        reference_free: whether the reference is left out, as if all its log-probabilities were 0.
-        simpo_gamma: the margin that "simpo" wants between the two answers.
-        cpo_alpha: of "cpo" and "simpo", the weight of the cross-entropy of the chosen answers, the mean over all their
-            tokens in the mini-batch; None: 1 for "cpo" and 0 for "simpo".
-
-    Raises:
-        UserError: a value that is not allowed.
     """
 
-    beta: float = PreferencesSection().beta
-    loss_type: str = PreferencesSection().loss_type
-    label_smoothing: float = PreferencesSection().label_smoothing
-    reference_free: bool = field(default=PreferencesSection().reference_free, kw_only=True)
-    simpo_gamma: float | None = field(default=None, kw_only=True)
-    cpo_alpha: float | None = field(default=None, kw_only=True)
-
-    metrics, section = METRICS, PreferencesSection
+    options = PreferenceOptions()
+    metrics = METRICS
     reads = Reads.ROWS
     rows_per_unit = 2
-    needs_reference: bool = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "reference_free", self.reference_free or self.loss_type in WITHOUT_REFERENCE)
-        object.__setattr__(self, "needs_reference", not self.reference_free)
+    def __init__(self, *options: Any, **by_name: Any) -> None:
+        super().__init__(*options, **by_name)
+        self.needs_reference = self.options.needs_reference
 
     @property
     def _weight_of_chosen(self) -> float:
         """The weight of the cross-entropy of the chosen answers."""
-        if self.cpo_alpha is not None:
-            return self.cpo_alpha
-        return float(self.loss_type in ("cpo", "orpo"))
+        given, loss_type = self.options.cpo_alpha, self.options.loss_type
+        return float(loss_type in ("cpo", "orpo")) if given is None else given
 
     def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
         """The answer's tokens in chosen rows, 0 in rejected ones."""
@@ -100,14 +82,14 @@ class PreferenceLoss(NotingLoss):
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""
         inputs, noted = read.inputs, read.log_probs.view(-1, 2)
-        ratios = noted if self.reference_free else noted - inputs["ref_logps"].to(noted).view(-1, 2)
+        ratios = noted - inputs["ref_logps"].to(noted).view(-1, 2) if self.needs_reference else noted
         scores = ratios
-        if self.loss_type in _PER_TOKEN:
+        if self.options.loss_type in _PER_TOKEN:
             lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1).view(-1, 2)
             scores = ratios / lengths
-            if self.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
+            if self.options.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
                 noted = ratios = scores
-        chosen, rejected = (self.beta * ratios.detach().double()).unbind(dim=1)
+        chosen, rejected = (self.options.beta * ratios.detach().double()).unbind(dim=1)
         self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
         losses = self._of_scores(*scores.unbind(dim=1))
         if weight := self._weight_of_chosen:
@@ -117,28 +99,28 @@ class PreferenceLoss(NotingLoss):
 
     def _of_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """The loss of pairs (B / 2,) without the cross-entropy, from their log-ratios or log-probabilities."""
-        margin, smoothing = chosen - rejected, self.label_smoothing
-        if self.loss_type == "orpo":
+        margin, smoothing = chosen - rejected, self.options.label_smoothing
+        if self.options.loss_type == "orpo":
             odds = [log_probs - torch.log(-torch.expm1(log_probs)) for log_probs in (chosen, rejected)]
-            return -self.beta * F.logsigmoid(odds[0] - odds[1])
-        if self.loss_type == "ipo":
-            return (margin - 1 / (2 * self.beta)) ** 2
-        scaled, c, r = self.beta * margin, self.beta * chosen, self.beta * rejected
-        if self.loss_type == "nca_pair":
+            return -self.options.beta * F.logsigmoid(odds[0] - odds[1])
+        if self.options.loss_type == "ipo":
+            return (margin - 1 / (2 * self.options.beta)) ** 2
+        scaled, c, r = self.options.beta * margin, self.options.beta * chosen, self.options.beta * rejected
+        if self.options.loss_type == "nca_pair":
             return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
-        if self.loss_type == "bco_pair":
+        if self.options.loss_type == "bco_pair":
             return -F.logsigmoid(c) - F.logsigmoid(-r)
-        if self.loss_type == "sppo_hard":
-            return ((c - 0.5) ** 2 + (r + 0.5) ** 2) / self.beta**2
-        if self.loss_type == "apo_zero":
+        if self.options.loss_type == "sppo_hard":
+            return ((c - 0.5) ** 2 + (r + 0.5) ** 2) / self.options.beta**2
+        if self.options.loss_type == "apo_zero":
             return 1 - torch.sigmoid(c) + torch.sigmoid(r)
-        if self.loss_type == "apo_down":
+        if self.options.loss_type == "apo_down":
             return torch.sigmoid(c) + 1 - torch.sigmoid(scaled)
-        if self.loss_type == "simpo":
-            scaled = scaled - (_SIMPO_GAMMA if self.simpo_gamma is None else self.simpo_gamma)
-        if self.loss_type == "hinge":
+        if self.options.loss_type == "simpo":
+            scaled = scaled - (_SIMPO_GAMMA if self.options.simpo_gamma is None else self.options.simpo_gamma)
+        if self.options.loss_type == "hinge":
             return torch.relu(1 - scaled)
-        if self.loss_type == "robust":
+        if self.options.loss_type == "robust":
             losses = -(1 - smoothing) * F.logsigmoid(scaled) + smoothing * F.logsigmoid(-scaled)
             return losses / (1 - 2 * smoothing)
         return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
@@ -179,22 +161,16 @@ class PipelineDPOConfig(ReferenceArguments):
         UserError: an argument that a pipeline does not support.
     """
 
-    loss_type: str = key_of(PreferencesSection, "loss_type")
-    label_smoothing: float = key_of(PreferencesSection, "label_smoothing")
-    simpo_gamma: float | None = key_of(PreferencesSection, "simpo_gamma")
-    cpo_alpha: float | None = key_of(PreferencesSection, "cpo_alpha")
-    reference_free: bool = key_of(PreferencesSection, "reference_free")
     precompute_ref_batch_size: int | None = argument(
         None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
-    _loss = PreferenceLoss
+    _loss, section = PreferenceLoss, PreferencesSection
 
     def check(self) -> None:
-        given: Any = self.loss_type  # TRL's is a list
-        if isinstance(given, list):
+        if isinstance(given := vars(self)["loss_type"], list):  # as TRL's is
             if len(given) != 1:
                 raise UserError(f"loss_type={given!r}: a sum of losses is not supported; name one")
-            (self.loss_type,) = given
+            vars(self)["loss_type"] = given[0]
         super().check()
 
     @property

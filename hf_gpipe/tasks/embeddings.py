@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,11 @@ from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.settings.losses import EmbeddingsSection
+from hf_gpipe.settings.losses import EmbeddingOptions, EmbeddingsSection
 from hf_gpipe.settings.mode import AUTO
-from hf_gpipe.settings.section import check_by
 from hf_gpipe.trainers.arguments import TaskArguments
 from hf_gpipe.trainers.trainer import TaskTrainer, as_class
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.predicting import shared_batches
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -67,66 +66,53 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> tor
     return hidden[torch.arange(len(hidden), device=hidden.device), last]
 
 
-@dataclass(frozen=True)
+class _Options(EmbeddingOptions):
+    """Those of a recipe, and what files of sentence-transformers say."""
+
+    normalizes: bool | None = None
+    """Whether embeddings are divided by their length; null: as files of sentence-transformers say, or not."""
+
+
 class EmbeddingLoss(NotingLoss):
     """The loss of examples, each of which is `texts` rows of a micro-batch: the mean over examples.
 
     Args:
+        options: those of `EmbeddingOptions`, and `normalizes`.
         loss_type: "multiple_negatives": -log softmax(scale * cos(anchor, .)) at the anchor's own positive, among the
             positives and negatives of all examples of the mini-batch (InfoNCE, arXiv 1705.00652 and 1807.03748);
             "triplet": max(0, d(anchor, positive) - d(anchor, negative) + margin) (arXiv 1503.03832); "cosine": the
             square of cos(first, second) - score (arXiv 1908.10084).
-        pooling: "mean", "cls" or "lasttoken", as of `pooled`; "auto": "mean". "cls" of a decoder-only model is an error
-            of `Pipeline`.
-        texts: rows of an example: 2, or more with negatives; 3 of a triplet; None: 2, or 3 of a triplet.
-        scale: of "multiple_negatives", the factor of cosines, the inverse of a temperature.
-        margin: of "triplet".
-        distance: of "triplet", "euclidean" or "cosine" (1 - cos).
-        matryoshka_dims: the loss is the sum over these sizes, for each of which embeddings are cut to their first
-            entries and normalised (arXiv 2205.13147); none: the whole embedding alone.
-        matryoshka_weights: factors of the losses of these sizes; none: 1 each.
-        normalizes: whether embeddings are divided by their length, as by a Normalize of sentence-transformers.
-
-    Raises:
-        UserError: a value that is not allowed.
+        matryoshka_dims: embeddings are cut to their first entries, and normalised (arXiv 2205.13147).
     """
 
-    loss_type: str = EmbeddingsSection().loss_type
-    pooling: str = EmbeddingsSection().pooling
-    texts: int = None  # type: ignore[assignment]  # until it is made
-    scale: float = field(default=EmbeddingsSection().scale, kw_only=True)
-    margin: float = field(default=EmbeddingsSection().margin, kw_only=True)
-    distance: str = field(default=EmbeddingsSection().distance, kw_only=True)
-    matryoshka_dims: tuple[int, ...] = field(default=(), kw_only=True)
-    matryoshka_weights: tuple[float, ...] = field(default=(), kw_only=True)
-    normalizes: bool = field(default=False, kw_only=True)
-
-    metrics, section = ("accuracy",), EmbeddingsSection
+    options = _Options()
+    metrics = ("accuracy",)
     reads = Reads.HIDDEN
     adds_auxiliary = False
-    rows_per_unit: int = field(init=False, repr=False)
-    compares_units: bool = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        section: EmbeddingsSection = check_by(EmbeddingsSection, self)
-        if self.pooling == "auto":
-            object.__setattr__(self, "pooling", "mean")
-        object.__setattr__(self, "normalizes", bool(self.normalizes))
-        for name in ("matryoshka_dims", "matryoshka_weights"):
-            object.__setattr__(self, name, tuple(getattr(section, name) or ()))
-        for name in ("texts", "rows_per_unit"):
-            object.__setattr__(self, name, section.num_texts)
-        object.__setattr__(self, "compares_units", self.loss_type == "multiple_negatives")
-        least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(self.loss_type, (2, math.inf))
-        if not least <= self.texts <= most:
+    def __init__(self, *options: Any, **by_name: Any) -> None:
+        super().__init__(*options, **by_name)
+        given = self.options
+        self.options = given.replace(
+            pooling="mean" if given.pooling == AUTO else given.pooling,
+            texts=given.num_texts,
+            matryoshka_dims=given.matryoshka_dims or (),
+            matryoshka_weights=given.matryoshka_weights or (),
+            normalizes=bool(given.normalizes),
+        )
+        self.rows_per_unit, self.compares_units = given.num_texts, given.loss_type == "multiple_negatives"
+        least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(given.loss_type, (2, math.inf))
+        if not least <= given.num_texts <= most:
             expected = f"{least}" if least == most else f"{least} or more"
-            raise UserError(f"texts={self.texts}: an example of loss_type={self.loss_type!r} has {expected} texts")
-        dims, weights = self.matryoshka_dims, self.matryoshka_weights
-        if weights and len(weights) != len(dims):
+            raise UserError(
+                f"texts={given.num_texts}: an example of loss_type={given.loss_type!r} has {expected} texts"
+            )
+        dims, weights = self.options.matryoshka_dims, self.options.matryoshka_weights
+        if weights and len(weights) != len(dims or ()):
             raise UserError(f"matryoshka_weights={weights}: expected one for each of matryoshka_dims={dims}")
 
     def check_model(self, adapter: Adapter) -> None:
-        if self.pooling == "cls" and is_causal(adapter.reference):
+        if self.options.pooling == "cls" and is_causal(adapter.reference):
             raise UserError(
                 f"pooling='cls' takes the first token of a text, and in {type(adapter.reference).__name__}, a "
                 "decoder-only model, that token sees no other, so texts that begin alike would have the same "
@@ -140,30 +126,29 @@ class EmbeddingLoss(NotingLoss):
         return self.compare(self.embed(read), read.inputs["labels"])
 
     def embed(self, read: LossInputs) -> torch.Tensor:
-        rows = pooled(read.hidden, read.inputs.get("attention_mask"), self.pooling)
-        return F.normalize(rows, dim=1) if self.normalizes else rows
+        rows = pooled(read.hidden, read.inputs.get("attention_mask"), self.options.pooling)
+        return F.normalize(rows, dim=1) if self.options.normalizes else rows
 
     def compare(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if not self.matryoshka_dims:
+        if not (dims := self.options.matryoshka_dims):
             return self._of_size(rows, labels)
-        if max(self.matryoshka_dims) > rows.shape[1]:
-            raise UserError(f"matryoshka_dims={self.matryoshka_dims}: the embeddings have {rows.shape[1]} entries")
-        weights = self.matryoshka_weights or (1.0,) * len(self.matryoshka_dims)
-        sizes = zip(self.matryoshka_dims, weights, strict=True)
+        if max(dims) > rows.shape[1]:
+            raise UserError(f"matryoshka_dims={dims}: the embeddings have {rows.shape[1]} entries")
+        sizes = zip(dims, self.options.matryoshka_weights or (1.0,) * len(dims), strict=True)
         losses = [weight * self._of_size(F.normalize(rows[:, :size], dim=1), labels) for size, weight in sizes]
         return torch.stack(losses).sum(dim=0)
 
     def _of_size(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        anchor, positive, *negatives = rows.view(-1, self.texts, rows.shape[1]).unbind(dim=1)
-        if self.loss_type == "cosine":
+        anchor, positive, *negatives = rows.view(-1, self.rows_per_unit, rows.shape[1]).unbind(dim=1)
+        if self.options.loss_type == "cosine":
             return (F.cosine_similarity(anchor, positive) - labels.view(-1, 2)[:, 0].to(rows)) ** 2
-        if self.loss_type == "triplet":
-            distance = _DISTANCES[self.distance]
+        if self.options.loss_type == "triplet":
+            distance = _DISTANCES[self.options.distance]
             near, far = distance(anchor, positive), distance(anchor, negatives[0])
             self._note((near < far).double())
-            return F.relu(near - far + self.margin)
+            return F.relu(near - far + self.options.margin)
         candidates = F.normalize(torch.cat([positive, *negatives]), dim=1)
-        scores = self.scale * F.normalize(anchor, dim=1) @ candidates.t()
+        scores = self.options.scale * F.normalize(anchor, dim=1) @ candidates.t()
         own = torch.arange(len(anchor), device=rows.device)
         self._note((scores.argmax(dim=1) == own).double())
         return F.cross_entropy(scores, own, reduction="none")
@@ -291,19 +276,7 @@ class PipelineEmbeddingConfig(TaskArguments):
     max_length: int | str | None = argument(  # type: ignore[assignment]  # a text until the model is known
         AUTO, "Tokens of a text at most; None: any number; auto: as files of sentence-transformers say, or 512."
     )
-    disable_dropout: bool = key_of(EmbeddingsSection, "disable_dropout")
-    loss_type: str = key_of(EmbeddingsSection, "loss_type")
-    pooling: str = key_of(EmbeddingsSection, "pooling")
-    texts: int | None = key_of(EmbeddingsSection, "texts")
-    scale: float = key_of(EmbeddingsSection, "scale")
-    margin: float = key_of(EmbeddingsSection, "margin")
-    distance: str = key_of(EmbeddingsSection, "distance")
-    matryoshka_dims: list[int] | None = key_of(EmbeddingsSection, "matryoshka_dims")
-    matryoshka_weights: list[float] | None = key_of(EmbeddingsSection, "matryoshka_weights")
-    normalizes: bool | None = argument(
-        None, "Whether embeddings are divided by their length; None: as files of sentence-transformers say, or not."
-    )
-    _loss = EmbeddingLoss
+    _loss, section = EmbeddingLoss, EmbeddingsSection
 
 
 class PipelineEmbeddingTrainer(TaskTrainer):
@@ -330,7 +303,8 @@ class PipelineEmbeddingTrainer(TaskTrainer):
 
     def _prepare_data(self, model: Any) -> None:
         self._files, args = files_of(model), self.args
-        own = model.loss if isinstance(model, Pipeline) and isinstance(model.loss, EmbeddingLoss) else self._files
+        is_ready = isinstance(model, Pipeline) and isinstance(model.loss, EmbeddingLoss)
+        own = model.loss.options if is_ready else self._files
         if args.pooling == AUTO and own.pooling is not None:
             args.pooling = own.pooling
         if args.normalizes is None:
@@ -357,14 +331,14 @@ class PipelineEmbeddingTrainer(TaskTrainer):
 
     def _collator(self) -> EmbeddingCollator:
         loss = self.args.make_loss()
-        return EmbeddingCollator(self._padding, loss.texts, loss.loss_type == "cosine")
+        return EmbeddingCollator(self._padding, loss.rows_per_unit, loss.options.loss_type == "cosine")
 
     def _write_beside_model(self, folder: Path) -> None:
         super()._write_beside_model(folder)
         loss, width = self.pipe.loss, self.pipe.adapter.config.get_text_config().hidden_size
         assert isinstance(loss, EmbeddingLoss)
-        how: dict[str, Any] = {"max_length": self.args.max_length, "normalizes": loss.normalizes}
-        self._files.write(folder, width=width, pooling=loss.pooling, **how)
+        how: dict[str, Any] = {"max_length": self.args.max_length, "normalizes": loss.options.normalizes}
+        self._files.write(folder, width=width, pooling=loss.options.pooling, **how)
 
 
 #: Tokens of a text at most, where nothing says it.
@@ -403,19 +377,19 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     loss = pipe.loss
     assert isinstance(loss, EmbeddingLoss)
     # The mask leaves padding out, so any token serves as padding.
-    _, batches = held_out.mini_batches(pipe, EmbeddingCollator(0, loss.texts))
+    _, batches = held_out.mini_batches(pipe, EmbeddingCollator(0, loss.rows_per_unit))
     vectors, scores = [], []
     texts: list[tuple[int, ...]] = []
     with pipe.ties.holding_values():
         for batch in shared_batches(batches, pipe.world):
             vectors.append(F.normalize(pipe.embed(batch), dim=1))
-            scores.append(batch["labels"][:: loss.texts])
-            texts += map(tuple, tokens_of(batch)[1 :: loss.texts])
-    anchor, positive, *_ = torch.cat(vectors).view(-1, loss.texts, vectors[0].shape[1]).unbind(dim=1)
+            scores.append(batch["labels"][:: loss.rows_per_unit])
+            texts += map(tuple, tokens_of(batch)[1 :: loss.rows_per_unit])
+    anchor, positive, *_ = torch.cat(vectors).view(-1, loss.rows_per_unit, vectors[0].shape[1]).unbind(dim=1)
     score, number = torch.cat(scores).double(), len(anchor)
     values: dict[str, float] = {"num_examples": number}
     note = ""
-    if loss.loss_type == "cosine":
+    if loss.options.loss_type == "cosine":
         # Rounding alone makes no difference of cosines.
         ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
         values["spearman"], note = math.nan, "it is not known: all cosines or all scores are equal"
@@ -454,9 +428,9 @@ class _Embeddings(Task):
 
     def loss(self, recipe: Recipe) -> EmbeddingLoss:
         files = SentenceFiles.of(recipe.model.path)
-        loss = EmbeddingLoss.of(recipe.embeddings)
-        pooling = loss.pooling if files.pooling is None or recipe.embeddings.pooling != AUTO else files.pooling
-        return replace(loss, pooling=pooling, normalizes=files.normalizes)
+        given = recipe.embeddings.pooling
+        pooling = given if files.pooling is None or given != AUTO else files.pooling
+        return EmbeddingLoss.of(recipe.embeddings).replace(pooling=pooling, normalizes=files.normalizes)
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         return evaluate_embeddings(pipe, held_out)

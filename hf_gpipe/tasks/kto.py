@@ -19,16 +19,15 @@ from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.settings.losses import KTOSection
+from hf_gpipe.settings.losses import KTOOptions, KTOSection
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.reference import ReferenceTrainer
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.loader import Batch
 
 _MISMATCHED = "KL_"
 
 
-@dataclass(frozen=True)
 class KTOLoss(NotingLoss):
     """The loss of each row, which is desirable or not (Kahneman-Tversky optimization, arXiv 2402.01306, equation 7).
 
@@ -36,28 +35,18 @@ class KTOLoss(NotingLoss):
     that of another one 1 - s(beta (z - r)). The number z, through which no gradient flows, is the mean of r over the
     mini-batch's prompts with answers of other prompts, at least 0: two forwards before the step give it.
 
-    Args:
-        beta: how far the model may go from the reference; larger: less far.
-        loss_type: "kto", or "apo_zero_unpaired" with z = 0 (arXiv 2408.06266).
-        desirable_weight, undesirable_weight: factors of the losses of desirable rows and of the others.
-
-    Raises:
-        UserError: a value that is not allowed.
+    Without such a comparison, "apo_zero_unpaired", z is 0 (arXiv 2408.06266). The options are those of `KTOOptions`.
     """
 
-    beta: float = KTOSection().beta
-    loss_type: str = KTOSection().loss_type
-    desirable_weight: float = KTOSection().desirable_weight
-    undesirable_weight: float = KTOSection().undesirable_weight
-
+    options = KTOOptions()
     metrics = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
     reads = Reads.ROWS
-    needs_reference, section = True, KTOSection
+    needs_reference, entries = True, ("desirable", "kl")
 
     @property
     def reads_mismatches(self) -> bool:
         """Whether it reads prompts with answers of other prompts."""
-        return self.loss_type == "kto"
+        return self.options.loss_type == "kto"
 
     def num_forwards(self, *, has_reference: bool) -> int:
         """Count the forwards of mismatched rows too, by the model and by the reference."""
@@ -87,13 +76,13 @@ class KTOLoss(NotingLoss):
         inputs, is_desirable = read.inputs, read.inputs["desirable"]
         ratios = read.log_probs - inputs["ref_logps"].to(read.log_probs)
         z = inputs["kl"].to(ratios)
-        rewards = self.beta * ratios.detach()
+        rewards = self.options.beta * ratios.detach()
         among = (*(is_desirable, ~is_desirable) * 2, torch.ones_like(is_desirable))
         values = zip((rewards, rewards, read.log_probs, read.log_probs, z), among, strict=True)
         self._note(*(value * is_counted for value, is_counted in values), counts=among)
         sign = is_desirable.to(ratios) * 2 - 1
-        weights = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight).to(ratios)
-        return weights * torch.sigmoid(-sign * self.beta * (ratios - z))
+        weights = torch.where(is_desirable, self.options.desirable_weight, self.options.undesirable_weight).to(ratios)
+        return weights * torch.sigmoid(-sign * self.options.beta * (ratios - z))
 
 
 def mismatched_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -193,11 +182,8 @@ class PipelineKTOConfig(ReferenceArguments):
         UserError: an argument that a pipeline does not support.
     """
 
-    loss_type: str = key_of(KTOSection, "loss_type")
-    desirable_weight: float = key_of(KTOSection, "desirable_weight")
-    undesirable_weight: float = key_of(KTOSection, "undesirable_weight")
     train_sampling_strategy: str = argument("sequential", "sequential, random or group_by_length.")
-    _loss = KTOLoss
+    _loss, section = KTOLoss, KTOSection
 
     def check(self) -> None:
         super().check()

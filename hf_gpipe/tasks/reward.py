@@ -21,15 +21,14 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.settings.losses import RewardsSection
+from hf_gpipe.settings.losses import RewardOptions, RewardsSection
 from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
 from hf_gpipe.trainers.trainer import TaskTrainer, as_class
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.base import align_special_tokens
 from hf_gpipe.training.loader import Collate
 
 
-@dataclass(frozen=True)
 class RewardLoss(NotingLoss):
     """-log s(r(chosen) - r(rejected) - m) of each pair, where r is the only logit of a row and m the pair's margin.
 
@@ -44,11 +43,10 @@ class RewardLoss(NotingLoss):
         UserError: it is below 0, or not finite.
     """
 
-    center_rewards_coefficient: float | None = None
-
+    options = RewardOptions()
     metrics = ("accuracy", "margin", "mean_reward")
     reads = Reads.LOGITS
-    rows_per_unit, section = 2, RewardsSection
+    rows_per_unit = 2
     #: As in TRL, the loss is a function of the rewards alone.
     adds_auxiliary = False
 
@@ -59,8 +57,8 @@ class RewardLoss(NotingLoss):
         self._note((chosen > rejected).double(), chosen - rejected, (chosen + rejected) / 2)
         margin = read.inputs["labels"].view(-1, 2)[:, 0].to(chosen)
         losses = -F.logsigmoid(chosen - rejected - margin)
-        if self.center_rewards_coefficient:
-            losses = losses + self.center_rewards_coefficient * (chosen + rejected) ** 2
+        if self.options.center_rewards_coefficient:
+            losses = losses + self.options.center_rewards_coefficient * (chosen + rejected) ** 2
         return losses
 
 
@@ -119,8 +117,7 @@ class PipelineRewardConfig(ModelArguments, TaskArguments):
     """
 
     learning_rate: float = argument(1e-4, "Peak learning rate.")
-    center_rewards_coefficient: float | None = key_of(RewardsSection, "center_rewards_coefficient")
-    _loss = RewardLoss
+    _loss, section = RewardLoss, RewardsSection
 
 
 class PipelineRewardTrainer(TaskTrainer):

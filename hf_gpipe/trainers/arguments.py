@@ -13,8 +13,8 @@ from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.settings.kinds import uses
 from hf_gpipe.settings.losses import PreferencesSection
-from hf_gpipe.settings.section import check_by, keys_of
-from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
+from hf_gpipe.settings.section import Settings, keys_of, values_in
+from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of, with_keys_of
 
 
 @dataclass
@@ -98,8 +98,19 @@ class TaskArguments(PipelineTrainingArguments):
     logging_steps: float = argument(10, "Updates between two lines of metrics.")
     max_length: int | None = argument(1024, "Tokens of a prompt with its answer at most; None: any number.")
     disable_dropout: bool = key_of(PreferencesSection, "disable_dropout")
-    #: The class of the loss.
+    #: The class of the loss. Each of its options is an argument.
     _loss: ClassVar[type[NotingLoss]]
+    #: The section of a recipe that has the options of the loss, and perhaps other keys, which are arguments too.
+    section: ClassVar[type[Settings]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_loss" in vars(cls):
+            cls.section = vars(cls).get("section", type(cls._loss.options))
+            above = [base for base in cls.__mro__[1:] if issubclass(base, TaskArguments) and base is not TaskArguments]
+            said = [name for base in above for name in base.__annotations__]
+            for settings in dict.fromkeys((type(cls._loss.options), cls.section)):
+                with_keys_of(settings, but=said)(cls)
 
     def check(self) -> None:
         super().check()
@@ -109,8 +120,7 @@ class TaskArguments(PipelineTrainingArguments):
                     f"{name}={value!r}: mini-batches are made of whole examples, and the loss is not the "
                     "cross-entropy; leave it out"
                 )
-        if self._loss.section is not None:
-            check_by(self._loss.section, self)
+        self.section(**values_in(self, self.section))
         self.make_loss()
 
     def make_loss(self) -> Any:
@@ -131,9 +141,7 @@ class ReferenceArguments(ModelArguments, TaskArguments):
         UserError: an argument that a pipeline does not support.
     """
 
-    loss_type: str = ""
     learning_rate: float = argument(1e-6, "Peak learning rate.")
-    beta: float = key_of(PreferencesSection, "beta")
     precompute_ref_log_probs: bool = argument(
         PreferencesSection().precompute_ref_log_probs,
         "Whether the reference's log-probabilities are computed once, before the training. They are in any "

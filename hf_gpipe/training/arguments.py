@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
+from pydantic import Field as Limit
 from transformers import GenerationConfig, TrainingArguments
 
 from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, nearest
@@ -22,10 +25,11 @@ from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, TrainingSection
 from hf_gpipe.recipe.batch_size import BatchSize
+from hf_gpipe.recipe.data import Temperature
 from hf_gpipe.recipe.training import TrainingMeaning
 from hf_gpipe.settings.optimizers import OPTIMIZERS
-from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig
-from hf_gpipe.settings.section import Count, CountOrZero, NotNegative, Settings, check_value, keys_of
+from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig, Seconds
+from hf_gpipe.settings.section import OF_RECIPE, Count, CountOrZero, NotNegative, Settings, check_value, keys_of
 from hf_gpipe.training.supported import (
     HARMLESS_ARGUMENTS,
     HARMLESS_VALUES,
@@ -72,12 +76,13 @@ def with_keys_of(section: type[Settings], but: Sequence[str] = ()) -> Callable[[
 
     Args:
         section: of a recipe.
-        but: the keys that are no arguments; neither are those that the class, or the library's, has itself.
+        but: the keys that are no arguments; neither are those that the class, or the library's, has itself, or that are
+            marked.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         taken = {known.name for known in fields(TrainingArguments)} | cls.__annotations__.keys() | {*but}
-        own = {name: key for name, key in keys_of(section).items() if name not in taken}
+        own = {name: key for name, key in keys_of(section).items() if name not in taken and OF_RECIPE not in key.marks}
         cls.__annotations__ = {name: _type_of_word(key.schema) for name, key in own.items()} | cls.__annotations__
         for name in own:
             setattr(cls, name, key_of(section, name))
@@ -89,10 +94,17 @@ def with_keys_of(section: type[Settings], but: Sequence[str] = ()) -> Callable[[
 def _type_of_word(schema: Mapping[str, Any]) -> Any:
     """The narrowest type that a key allows, which a parser of a command line makes of a word, or of several."""
     options = schema.get("anyOf", [schema])
-    if any(option.get("items", {}).get("type") == "integer" for option in options):
-        return list[int]
+    for option in options:
+        if (of_each := option.get("items", {}).get("type")) in ("integer", "number"):
+            return list[int] if of_each == "integer" else list[float]
     types = {option.get("type") for option in options}
     return next((kind for name, kind in _TYPES_OF_WORDS.items() if name in types), str)
+
+
+def _of_library(name: str) -> Any:
+    """Make a field that the library has, with its default and help, because it has limits here."""
+    known = TrainingArguments.__dataclass_fields__[name]
+    return argument(known.default, known.metadata["help"])
 
 
 _TYPES_OF_WORDS: dict[str, type] = {"boolean": bool, "integer": int, "number": float}
@@ -121,6 +133,15 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline does not support.
     """
 
+    num_train_epochs: Annotated[float, Limit(allow_inf_nan=False)] = _of_library("num_train_epochs")
+    per_device_train_batch_size: Count = _of_library("per_device_train_batch_size")
+    per_device_eval_batch_size: Count = _of_library("per_device_eval_batch_size")
+    gradient_accumulation_steps: int = _of_library("gradient_accumulation_steps")
+    weight_decay: float = _of_library("weight_decay")
+    seed: int = _of_library("seed")
+    data_seed: CountOrZero | None = _of_library("data_seed")
+    dataloader_num_workers: CountOrZero = _of_library("dataloader_num_workers")
+    neftune_noise_alpha: NotNegative | None = _of_library("neftune_noise_alpha")
     batch_tokens: int | None = key_of(
         TrainingSection,
         "batch_tokens",
@@ -128,7 +149,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     )
     # On a command line `--packing` alone means True.
     packing: bool | None = key_of(TrainingSection, "packing", nargs="?", const=True)
-    sampling_temperature: float = key_of(
+    sampling_temperature: Temperature = key_of(
         DataSection,
         "temperature",
         "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: each epoch has every row "
@@ -141,12 +162,12 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         "then it ends without saving.",
     )
     # The default is the library's, and recipes have the same.
-    ddp_timeout: int = argument(int(_TIMEOUT.default), _TIMEOUT.text)
+    ddp_timeout: Seconds = argument(int(_TIMEOUT.default), _TIMEOUT.text)
     predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate texts for the metrics.")
-    generation_max_length: int | None = argument(
+    generation_max_length: Count | None = argument(
         None, "`max_length` of this generation; None: as in the model's generation_config."
     )
-    generation_num_beams: int | None = argument(
+    generation_num_beams: Count | None = argument(
         None, "`num_beams` of this generation; None: as in the model's generation_config."
     )
     generation_config: str | GenerationConfig | None = argument(
@@ -229,7 +250,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 
     def _check_numbers(self) -> None:
         """Raise UserError for a number that the library lets pass, and that no training can have."""
-        for name, allowed in LIMITS.items():
+        for name, allowed in _limits().items():
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
                 check_value(name, getattr(self, name), allowed)
         if self.max_steps != -1:
@@ -386,16 +407,14 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 PIPELINE_ARGUMENTS = tuple(
     name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
 )
-_OF_TRAINING = keys_of(TrainingSection)
-#: What arguments may be: as keys, or where the library has no limits of its own. A default of None may be given too.
-LIMITS: dict[str, Any] = {
-    **{name: key.allowed for name, key in _OF_TRAINING.items() if name in PipelineTrainingArguments.__annotations__},
-    **{name: _OF_TRAINING[name].allowed for name in ("gradient_accumulation_steps", "seed", "weight_decay")},
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), Count),
-    **dict.fromkeys(("generation_max_length", "generation_num_beams"), Count),
-    **dict.fromkeys(("data_seed", "dataloader_num_workers"), CountOrZero),
-    "num_train_epochs": float,
-    "neftune_noise_alpha": NotNegative,
-    "ddp_timeout": _TIMEOUT.allowed,
-    "sampling_temperature": keys_of(DataSection)["temperature"].allowed,
-}
+
+
+@cache
+def _limits() -> dict[str, Any]:
+    """What arguments may be, as their annotations or the keys of their names say; a default of None is allowed too."""
+    cls, keys = PipelineTrainingArguments, keys_of(TrainingSection)
+    hints, types = get_type_hints(cls, include_extras=True), get_type_hints(cls)
+    limits = {name: key.allowed for name, key in keys.items() if name in cls.__annotations__}
+    said = {name: hints[name] for name in cls.__annotations__ if hints[name] != types[name]}
+    without_none = {name: get_args(hint)[0] for name, hint in said.items() if NoneType in get_args(hint)}
+    return limits | said | without_none

@@ -12,7 +12,7 @@ from hf_gpipe.settings.losses import GRPOSection
 from hf_gpipe.tasks.grpo.loss import AGGREGATIONS, GRPOLoss
 from hf_gpipe.tasks.grpo.server import RolloutServer
 from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.arguments import argument
 
 
 @dataclass
@@ -27,20 +27,9 @@ class PipelineGRPOConfig(ModelArguments, TaskArguments):
 
     learning_rate: float = argument(1e-6, "Peak learning rate.")
     max_length: int | None = argument(None, "Tokens of a prompt at most; None: any number.")
-    disable_dropout: bool = key_of(GRPOSection, "disable_dropout")
-    num_generations: int = key_of(GRPOSection, "num_generations")
-    max_completion_length: int = key_of(GRPOSection, "max_completion_length")
-    temperature: float = key_of(GRPOSection, "temperature")
     top_p: float = argument(1.0, "Share of the probability that is sampled from.")
     top_k: int = argument(0, "Number of tokens that are sampled from; 0: all.")
     beta: float = argument(GRPOSection().beta, "Weight of the divergence from the model without its new PEFT adapters.")
-    num_iterations: int = key_of(GRPOSection, "num_iterations")
-    epsilon: float = key_of(GRPOSection, "epsilon")
-    epsilon_high: float | None = key_of(GRPOSection, "epsilon_high")
-    delta: float | None = argument(None, "Largest ratio of the term that is not clipped; None: any.")
-    importance_sampling_level: str = argument("token", "token, or sequence (GSPO).")
-    loss_type: str = key_of(GRPOSection, "loss_type")
-    scale_rewards: str = key_of(GRPOSection, "scale_rewards")
     num_generations_eval: int | None = argument(None, "Completions of each prompt in evaluation; None: as in training.")
     reward_weights: list[float] | None = argument(None, "Factors of the reward functions; None: 1 each.")
     multi_objective_aggregation: str = argument(
@@ -57,7 +46,7 @@ class PipelineGRPOConfig(ModelArguments, TaskArguments):
     rollout_reload: str | dict[str, dict[str, Any]] = argument(
         "vllm", "How the server is told of new weights: vllm, sglang, or the bodies of requests by their paths."
     )
-    _loss = GRPOLoss
+    _loss, section = GRPOLoss, GRPOSection
 
     def check(self) -> None:
         super().check()

@@ -13,7 +13,7 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, check_choice, check_number
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.settings.losses import GRPOSection
+from hf_gpipe.settings.losses import GRPOOptions
 
 LEVELS = ("token", "sequence")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -72,7 +72,21 @@ class TemperedLoss(TokenLoss):
         return losses, gradient.div_(self.temperature)
 
 
-@dataclass(frozen=True)
+class _Options(GRPOOptions):
+    """Those of a recipe, and two more."""
+
+    delta: float | None = None
+    """Largest ratio of the term that is not clipped; null: any."""
+
+    importance_sampling_level: str = "token"
+    """token, or sequence (GSPO)."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
+        if self.delta is not None:
+            check_number("delta", self.delta, is_above=True)
+
+
 class GRPOLoss(NotingLoss):
     """The clipped loss of completions with advantages; the inputs have "advantages" (B,), and completions as labels.
 
@@ -81,47 +95,27 @@ class GRPOLoss(NotingLoss):
     reference's log-probability minus the model's (arXiv 2402.03300, equations 3 and 4).
 
     Args:
-        beta: weight of the divergence from the reference, whose log-probabilities are "ref_token_logps" (B, T).
+        options: those of `GRPOOptions`, `delta` and `importance_sampling_level`.
         loss_type: "grpo": the mean over a row's tokens, then over rows; "bnpo" and "dapo": the mean over all tokens of
             the step (arXiv 2503.14476); "dr_grpo": the sum over tokens, divided by rows times `max_completion_length`
             (arXiv 2503.20783).
-        max_completion_length: of "dr_grpo".
-        epsilon, epsilon_high: bounds of the ratio; None: `epsilon`.
-        delta: the largest ratio of the unclipped term; None: any.
-        importance_sampling_level: "token", or "sequence": the ratio of a row is the geometric mean over its tokens
-            (GSPO, arXiv 2507.18071).
-        temperature: of the rollout; the logits are divided by it.
+        importance_sampling_level: with "sequence" the ratio of a row is the geometric mean over its tokens (GSPO,
+            arXiv 2507.18071).
 
-    The log-probabilities at the rollout are "old_logps" (B, T); without them the ratio is 1, and has a gradient.
-
-    Raises:
-        UserError: a value that is not allowed.
+    The log-probabilities of the reference are "ref_token_logps" (B, T), and those at the rollout "old_logps" (B, T);
+    without these the ratio is 1, and has a gradient.
     """
 
-    beta: float = GRPOSection().beta
-    loss_type: str = GRPOSection().loss_type
-    max_completion_length: int = GRPOSection().max_completion_length
-    epsilon: float = field(default=GRPOSection().epsilon, kw_only=True)
-    epsilon_high: float | None = field(default=None, kw_only=True)
-    delta: float | None = field(default=None, kw_only=True)
-    importance_sampling_level: str = field(default="token", kw_only=True)
-    temperature: float = field(default=GRPOSection().temperature, kw_only=True)
-
+    options = _Options()
     metrics = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-    reads, section = Reads.ROWS, GRPOSection
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
-        if self.delta is not None:
-            check_number("delta", self.delta, is_above=True)
+    reads, entries = Reads.ROWS, ("advantages", "old_logps", "ref_token_logps")
 
     @property
     def of_tokens(self) -> TokenLoss:
-        return TemperedLoss(temperature=self.temperature)
+        return TemperedLoss(temperature=self.options.temperature)
 
     def num_forwards(self, *, has_reference: bool) -> int:
-        return int(self.beta > 0)
+        return int(self.options.beta > 0)
 
     def with_passes(self, batch: Mapping[str, torch.Tensor], *passes: LogProbs) -> Mapping[str, torch.Tensor]:
         """The mini-batch itself. Raises DataError where it lacks an entry that is read, or has another shape."""
@@ -129,7 +123,7 @@ class GRPOLoss(NotingLoss):
         for name, expected, is_needed in (
             ("advantages", shape[:1], True),
             ("old_logps", shape, False),
-            ("ref_token_logps", shape, bool(self.beta)),
+            ("ref_token_logps", shape, bool(self.options.beta)),
         ):
             given = tuple(batch[name].shape) if name in batch else None
             if is_needed if given is None else given != expected:
@@ -153,28 +147,29 @@ class GRPOLoss(NotingLoss):
         advantages = inputs["advantages"].to(log_probs)[:, None]
         old = inputs["old_logps"].to(log_probs) if "old_logps" in inputs else log_probs.detach()
         log_ratio = (log_probs - old) * mask
-        if self.importance_sampling_level == "sequence":
+        if self.options.importance_sampling_level == "sequence":
             log_ratio = (log_ratio.sum(dim=1) / lengths)[:, None].expand_as(mask)
-        ratio, high = log_ratio.exp(), self.epsilon if self.epsilon_high is None else self.epsilon_high
-        unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
-        losses = -torch.min(unclipped * advantages, ratio.clamp(1 - self.epsilon, 1 + high) * advantages)
+        low, high = self.options.epsilon, self.options.epsilon_high
+        ratio, high = log_ratio.exp(), low if high is None else high
+        unclipped = ratio if self.options.delta is None else ratio.clamp(max=self.options.delta)
+        losses = -torch.min(unclipped * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
         divergence = torch.zeros_like(mask)
-        if self.beta:
+        if self.options.beta:
             difference = (inputs["ref_token_logps"].to(log_probs) - log_probs) * mask
             divergence = difference.exp() - difference - 1
-            losses = losses + self.beta * divergence
-        is_low = (unclipped < 1 - self.epsilon) & (advantages < 0)
+            losses = losses + self.options.beta * divergence
+        is_low = (unclipped < 1 - low) & (advantages < 0)
         is_high = (unclipped > 1 + high) & (advantages > 0)
         noted = (divergence, is_low, is_high, is_low | is_high)
         # Means over all tokens: the sums of rows, and their tokens in place of the number of units.
         values, counts = [(column * mask).sum(dim=1) for column in noted], [mask.sum(dim=1)] * len(noted)
-        if self.importance_sampling_level == "sequence":  # a ratio of each row
+        if self.options.importance_sampling_level == "sequence":  # a ratio of each row
             values[1:] = [column[:, 0].to(mask) for column in noted[1:]]
             counts[1:] = [torch.ones_like(counts[0])] * 3
         self._note(*values, counts=counts)
         sums = (losses * mask).sum(dim=1)
-        if self.loss_type == "grpo":
+        if self.options.loss_type == "grpo":
             return sums / lengths
-        if self.loss_type == "dr_grpo":
-            return sums / self.max_completion_length
+        if self.options.loss_type == "dr_grpo":
+            return sums / self.options.max_completion_length
         return sums * (read.num_units / read.num_tokens)

@@ -227,7 +227,7 @@ class PipelineGRPOTrainer(TaskTrainer):
             added["old_logps"] = rollouts.at_positions(made["labels"].shape, [*map(len, prompts)])
         elif is_training and args.num_iterations > 1:
             added["old_logps"] = self.pipe.token_log_probs(made)
-        if loss.beta:
+        if loss.options.beta:
             added["ref_token_logps"] = self.pipe.token_log_probs(made, with_adapters=False)
         return made | added
 
