@@ -411,7 +411,7 @@ PIPELINE_ARGUMENTS = tuple(
 
 @cache
 def _limits() -> dict[str, Any]:
-    """What arguments may be, as their annotations or the keys of their names say; a default of None is allowed too."""
+    """The limits of arguments, as annotations or the keys of their names say; a default of None is allowed too."""
     cls, keys = PipelineTrainingArguments, keys_of(TrainingSection)
     hints, types = get_type_hints(cls, include_extras=True), get_type_hints(cls)
     limits = {name: key.allowed for name, key in keys.items() if name in cls.__annotations__}
