@@ -245,7 +245,7 @@ def sections_of(kind: object) -> dict[str, Any]:
 
 def recipe_of(sections: Mapping[str, Any]) -> Recipe:
     """The recipe of sections by their names."""
-    own = {name: type(given) for name, given in sections.items() if name not in SECTIONS}
+    own: dict[str, Any] = {name: type(given) for name, given in sections.items() if name not in SECTIONS}
     return _class_with(**own)(**sections)
 
 

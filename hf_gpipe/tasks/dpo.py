@@ -167,10 +167,10 @@ class PipelineDPOConfig(ReferenceArguments):
     _loss, section = PreferenceLoss, PreferencesSection
 
     def check(self) -> None:
-        if isinstance(given := vars(self)["loss_type"], list):  # as TRL's is
+        if isinstance(given := self.__dict__["loss_type"], list):  # as TRL's is
             if len(given) != 1:
                 raise UserError(f"loss_type={given!r}: a sum of losses is not supported; name one")
-            vars(self)["loss_type"] = given[0]
+            self.__dict__["loss_type"] = given[0]
         super().check()
 
     @property
