@@ -15,8 +15,8 @@ mode has those that it needs:
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
              beside(costs of another model, K) -> the share that this model adds to each stage
     check    before a plan, and again once the configuration is decided:
-             check(config, adapter, loss, packing=..., probe=...) raises UserError where these do not go with the mode; the loss of
-             a teacher is None
+             check(config, adapter, loss, packing=..., probe=...) raises UserError where these do not go with the mode;
+             the loss of a teacher is None
              verify(config, adapter, packing=..., probe=...) raises UnsupportedModelError where a tiny clone differs
     cutting  cutter(config) -> what cuts micro-batches further (`hf_gpipe.runtime.cutting.Cutter`), or None
     stages   divide(stage, ranks) -> the division of a stage's layers among the ranks of a worker, which it then has
