@@ -83,7 +83,7 @@ class Place:
 
 
 PHASES = {
-    "data": Place(loader, "_seed_generators", 4, "reading a mini-batch", (0,)),
+    "data": Place(loader, "seed_generators", 4, "reading a mini-batch", (0,)),
     "batch": Place(batches, "unpack", 5, "training step", (1, 2)),
     "forward": Place(stage.Stage, "forward", 8, "stage {process}, action {process}F1"),
     "recompute": Place(stage.Stage, "recompute", 7, "stage {process}, action {process}R"),

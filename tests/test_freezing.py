@@ -95,7 +95,7 @@ def test_loss_and_every_gradient(case: str) -> None:
     number = CASES.index(case)
     chosen = splits if case in THOROUGH else [splits[number % len(splits)]]
     parts = PARTS if case in THOROUGH else [PARTS[(number + turn) % len(PARTS)] for turn in (0, 2)]
-    with patch("hf_gpipe.model.opening.verify") if case in COMPARED_HERE else nullcontext():
+    with patch("hf_gpipe.pipeline.probe.verify") if case in COMPARED_HERE else nullcontext():
         pipes = [Pipeline(model, k, MICRO_BATCHES, recompute=how) for k, how in chosen]
     adapter = pipes[0].adapter
     for part in parts:

@@ -121,6 +121,12 @@ def cutter(config):
 '''
 
 
+def clear_caches() -> None:
+    """Let the registry look for the modes again."""
+    registry.parts_of_modes.cache_clear()
+    registry.functions_of_modes.cache_clear()
+
+
 @pytest.fixture
 def mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The mode "noting" in a folder that is none of the package's."""
@@ -131,9 +137,9 @@ def mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(hf_gpipe.modes, "__path__", [*hf_gpipe.modes.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "MODES", (*registry.MODES, "noting"))
-    registry.parts_of_modes.cache_clear()
+    clear_caches()
     yield
-    registry.parts_of_modes.cache_clear()
+    clear_caches()
     for name in [name for name in sys.modules if name.startswith("hf_gpipe.modes.noting")]:
         del sys.modules[name]
     performing.PERFORMED.pop("N", None)
@@ -174,7 +180,7 @@ def test_a_mode_of_your_own_checks_pipelines_and_cuts_micro_batches(tmp_path: Pa
     with pytest.raises(UserError, match="noting needs 1f1b"):
         Pipeline(model, 2, 3, "gpipe", "none", attn_implementation="eager")
     (tmp_path / "noting" / "cutting.py").write_text(CUTTING)
-    registry.parts_of_modes.cache_clear()
+    clear_caches()
     invalidate_caches()
     pipe = Pipeline(model, 2, 3, "1f1b", "none", attn_implementation="eager")
     assert_same(run_pipeline(pipe, batch), run_plain(model, batch, 3))

@@ -55,7 +55,9 @@ def test_remote_code_runs_only_where_it_is_asked_for(tmp_path: Path, monkeypatch
     with pytest.raises(UserError, match="trust_remote_code"):
         Pipeline(directory, 2)
     compared = []
-    monkeypatch.setattr("hf_gpipe.model.opening.verify", lambda adapter: compared.append(adapter.config.model_type))
+    monkeypatch.setattr(
+        "hf_gpipe.pipeline.probe.verify", lambda adapter, variant: compared.append(adapter.config.model_type)
+    )
     Pipeline(directory, 2, trust_remote_code=True)
     assert compared == ["tuned_llama"]
     monkeypatch.undo()

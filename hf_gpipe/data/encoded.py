@@ -25,7 +25,34 @@ from hf_gpipe.progress import progress
 logger = logging.getLogger(__name__)
 
 
-class EncodedRows(ABC):
+class Columns(ABC):
+    """Rows by number, and their columns as the library `datasets` has them: by name, and of a slice of rows."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _row(self, index: int) -> dict[str, Any]:
+        """The row of a number from 0 to the length."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns."""
+        return list(self._row(0)) if len(self) else []
+
+    def __getitem__(self, index: int | slice | str) -> Any:
+        if isinstance(index, str):
+            return [self._row(number)[index] for number in range(len(self))]
+        if isinstance(index, slice):
+            rows = [self._row(number) for number in range(*index.indices(len(self)))]
+            return {name: [row[name] for row in rows] for name in self.column_names}
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(index)
+        return self._row(number)
+
+
+class EncodedRows(Columns):
     """A dataset of one dict of lists of token ids for each row that is kept.
 
     Args:
@@ -130,11 +157,6 @@ class EncodedRows(ABC):
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._row(index)
 
     def _row(self, index: int) -> dict[str, list[int]]:
         columns = zip(self.columns, self._table.columns, strict=True)

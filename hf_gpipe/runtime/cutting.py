@@ -39,7 +39,7 @@ class Cutter(Protocol):
 
 
 def cutters_of(config: DecidedConfig) -> tuple[Cutter, ...]:
-    """What cuts the micro-batches of training further, by a decided configuration."""
+    """The cutters that cut the micro-batches of training further, by a decided configuration."""
     found = (mode.cutter(config) for mode in parts_of_modes("cutting").values())
     return tuple(cutter for cutter in found if cutter is not None)
 

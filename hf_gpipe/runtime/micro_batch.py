@@ -19,14 +19,14 @@ LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
 
 
 class Shared(Protocol):
-    """What a stage keeps for several micro-batches."""
+    """An object that a stage keeps for several micro-batches."""
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in memory."""
 
 
 SharedStates = dict[int, Shared]
-"""What a stage keeps for several micro-batches, under numbers that these choose."""
+"""The objects that a stage keeps for several micro-batches, under numbers that these choose."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def check_schedule(name: str, size: int, num_micro_batches: int, others: Sequenc
 
 
 def fault(size: int, num_micro_batches: int) -> str:
-    """What is wrong where groups of this size are not whole, or a table with them has several steps."""
+    """The fault where groups of this size are not whole, or a table with them has several steps."""
     return (
         f"{KEY} is {size} and num_micro_batches {num_micro_batches}: a table of one step can cut its "
         f"rows into chunks, and each row has all of them; use a multiple of {KEY}, and leave steps out."

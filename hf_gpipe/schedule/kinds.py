@@ -92,8 +92,8 @@ class Held(StrEnum):
     """The gradients of weights that visit, until D of the next gradients on the device begins."""
 
     ROW = "row"
-    """What the micro-batches of a group leave to each other: from the first F of the group to the end of its last B or
-    I."""
+    """The values that the micro-batches of a group leave to each other: from the first F of the group to the end of
+    its last B or I."""
     ROW_GRADIENTS = "gradients of a row"
     """The gradients of these tensors, from the group's first B or I on."""
 

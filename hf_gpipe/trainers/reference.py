@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
+from hf_gpipe.data.encoded import Columns
 from hf_gpipe.data.stream import EncodedStream
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
@@ -117,7 +117,7 @@ class ReferenceTrainer(TaskTrainer):
         return self._with_reference(self.pipe, dataset, self.args.per_device_eval_batch_size)
 
 
-class _WithReference(Dataset[dict[str, Any]]):
+class _WithReference(Columns):
     """The rows of a dataset with columns of the reference's log-probabilities (N, C)."""
 
     def __init__(self, dataset: Any, log_probs: torch.Tensor, names: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ class _WithReference(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def _row(self, index: int) -> dict[str, Any]:
         return {**self._dataset[index], **dict(zip(self._names, self._log_probs[index].tolist(), strict=True))}
 
     @property

@@ -78,6 +78,11 @@ class TaskTrainer(PipelineTrainer):
         )
 
     @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the auxiliary loss of a mixture of experts is added."""
+        return bool(getattr(self.pipe.adapter.config, "output_router_logits", False))
+
+    @property
     def _tokenizer(self) -> Any:
         """The tokenizer, which may be that of a processor; None: there is none."""
         given = self.processing_class

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_gpipe.errors import MissingAttributeError, UserError
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.accelerate import recursively_apply
 
 
 class AcceleratorView:

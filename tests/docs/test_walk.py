@@ -49,7 +49,7 @@ def test_the_walk_of_a_mini_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     block.register_forward_pre_hook(noting(lambda *_: None, blocks))
     made.train()
     walk = walk_of_the_page()
-    assert len(walk) == 10
+    assert len(walk) == 11
     first = walk[0]
     assert blocks[0][blocks[0].index(first) :] == walk[:-1]
     assert losses[0][losses[0].index(first) :] == [*walk[:6], walk[-1]]

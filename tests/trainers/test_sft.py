@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -433,6 +434,22 @@ def test_rows_that_lose_their_targets_are_dropped_and_shuffled_as_trl_does() -> 
     plain = SFTExamples(kept, tokenizer(), max_length=9).lengths
     shuffled = pytest.importorskip("datasets").Dataset.from_dict({"length": plain}).shuffle(seed=3)["length"]
     assert order == list(shuffled)
+
+
+def test_columns_of_examples_are_read_as_those_of_a_dataset(tmp_path: Path) -> None:
+    """Scripts of TRL's read `trainer.train_dataset["input_ids"]`, and slices; both ended in a TypeError."""
+    for options in ({}, {"packing": True, "max_length": 16}):
+        args = arguments(tmp_path, **options)
+        one = PipelineSFTTrainer(config(), args=args, train_dataset=rows(), processing_class=tokenizer())
+        examples = one.train_dataset
+        expected = Dataset.from_list([examples[index] for index in range(len(examples))])
+        assert examples.column_names == expected.column_names
+        assert examples["input_ids"] == list(expected["input_ids"])
+        assert examples[1:3] == expected[1:3]
+        assert examples[-1] == expected[-1]
+        with pytest.raises(IndexError):
+            examples[len(examples)]
+        assert not one.aux_loss_enabled
 
 
 def test_a_formatting_function_makes_texts(tmp_path: Path) -> None:

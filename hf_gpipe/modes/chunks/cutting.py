@@ -88,7 +88,7 @@ class ChunkCutter:
 
 
 def cutter(config: DecidedConfig) -> ChunkCutter | None:
-    """What cuts rows into chunks, by a decided configuration; None: rows are whole."""
+    """The cutter of rows into chunks, by a decided configuration; None: rows are whole."""
     return ChunkCutter(config.chunks.decided) if config.chunks.decided.most > 1 else None
 
 
