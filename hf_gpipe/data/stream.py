@@ -30,6 +30,11 @@ def has_state(rows: Any) -> bool:
     return all(callable(getattr(rows, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def is_of_datasets(rows: Any) -> bool:
+    """Whether rows are an object of the library `datasets`."""
+    return type(rows).__module__.partition(".")[0] == "datasets"
+
+
 def encoded_stream(rows: Iterable[Any], encode: Callable[[Block], Any]) -> EncodedStream:
     """The examples of a stream, which can resume where the stream can."""
     return (ResumableStream if has_state(rows) else EncodedStream)(rows, encode, _BLOCK_ROWS)
@@ -82,8 +87,7 @@ class ResumableStream(EncodedStream):
     def __init__(self, rows: Any, encode: Callable[[Block], Any], block_rows: int) -> None:
         super().__init__(rows, encode, block_rows)
         # A stream of the library `datasets` has a state once it is read, and begins anew without one.
-        is_of_datasets = type(rows).__module__.partition(".")[0] == "datasets"
-        self._begin: dict[str, Any] = {"stream": None if is_of_datasets else rows.state_dict(), "rows": 0}
+        self._begin: dict[str, Any] = {"stream": None if is_of_datasets(rows) else rows.state_dict(), "rows": 0}
         self._loaded: dict[str, Any] | None = None
         self._block, self._num_given = self._begin["stream"], 0
 

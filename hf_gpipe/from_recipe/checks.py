@@ -18,7 +18,7 @@ from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.settings.kinds import IMAGES, PAIRS
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -109,9 +109,10 @@ def verify_options(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> 
     packing, loss = recipe.training.packing, loss_of(recipe)
     if packing:
         PROBE.require(adapter, Variant(packing=True))
-    for mode in parts_of_modes("check").values():
-        mode.check(config, adapter, loss, packing=packing, probe=PROBE)
-        mode.verify(config, adapter, packing=packing, probe=PROBE)
+    for check in functions_of_modes("check", "check"):
+        check(config, adapter, loss, packing=packing, probe=PROBE)
+    for verify in functions_of_modes("check", "verify"):
+        verify(config, adapter, packing=packing, probe=PROBE)
 
 
 def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:

@@ -14,7 +14,7 @@ mode has those that it needs:
              those of a graph
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
              beside(costs of another model, K) -> the share that this model adds to each stage
-    check    before a plan, and again once the configuration is decided:
+    check    before a plan, and again once the configuration is decided, of which a mode has what it needs:
              check(config, adapter, loss, packing=..., probe=...) raises UserError where these do not go with the mode;
              the loss of a teacher is None
              verify(config, adapter, packing=..., probe=...) raises UnsupportedModelError where a tiny clone differs

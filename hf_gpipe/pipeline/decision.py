@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -25,7 +25,7 @@ from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs, Workload
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.cutting import Cutting, cutters_of
 from hf_gpipe.runtime.mesh import Mesh, table_of_reader
 from hf_gpipe.runtime.micro_batch import Batch
@@ -145,13 +145,13 @@ class Decision:
         if request.teacher is not None:
             of_teacher = open_teacher(request.teacher, adapter, lambda spec: probe.open(spec, world.device))
             _compare_commit(request.teacher, of_teacher)
-        # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
-        check_modes = [
-            partial(mode.check, given, packing=inputs.packing, probe=probe) for mode in parts_of_modes("check").values()
-        ]
-        for check in check_modes:
-            world.from_main(partial(check, adapter, loss))
 
+        # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
+        def check_modes(adapter: Adapter, loss: Loss | None) -> None:
+            for check in functions_of_modes("check", "check"):
+                check(given, adapter, loss, packing=inputs.packing, probe=probe)
+
+        world.from_main(lambda: check_modes(adapter, loss))
         if given.liger.use_liger_kernel:
             world.from_main(lambda: probe.require(adapter, Variant(kernels=world.device)))
 
@@ -177,8 +177,7 @@ class Decision:
         teacher = None
         if request.teacher is not None and of_teacher is not None:
             teacher = Teacher.of(request.teacher, of_teacher, config)
-            for check in check_modes:
-                check(teacher.adapter, None)
+            check_modes(teacher.adapter, None)
         decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, probe, teacher)
         if decision.full_table.split:
             probe.require(adapter, Variant(splits_backward=True))
@@ -187,8 +186,8 @@ class Decision:
 
     def verify_modes(self, *, packing: bool) -> None:
         """Raise UnsupportedModelError where the modes do not go with the model: tiny clones say so."""
-        for mode in parts_of_modes("check").values():
-            mode.verify(self.config, self.adapter, packing=packing, probe=self.probe)
+        for verify in functions_of_modes("check", "verify"):
+            verify(self.config, self.adapter, packing=packing, probe=self.probe)
 
     @property
     def is_asynchronous(self) -> bool:

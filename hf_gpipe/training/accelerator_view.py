@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from hf_gpipe.errors import MissingAttributeError, UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.accelerate import recursively_apply
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 
 class AcceleratorView:
@@ -23,23 +23,20 @@ class AcceleratorView:
 
     Args:
         world: the processes.
-        local_process_index: the rank of this process on its machine.
-        mixed_precision: "no", "bf16" or "fp16".
-        gradient_accumulation_steps: the number of mini-batches of an update.
+        args: the arguments of the trainer.
     """
 
     #: A step is whole when a callback or a script looks.
     sync_gradients = True
 
-    def __init__(
-        self, world: World, local_process_index: int, mixed_precision: str, gradient_accumulation_steps: int
-    ) -> None:
-        self._world = world
+    def __init__(self, world: World, args: PipelineTrainingArguments) -> None:
+        self._world, self._args = world, args
         self.num_processes, self.process_index, self.device = world.num_processes, world.rank, world.device
         self.is_main_process, self.is_last_process = world.is_main, world.rank == world.num_processes - 1
-        self.local_process_index, self.is_local_main_process = local_process_index, local_process_index == 0
-        self.mixed_precision = mixed_precision
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.local_process_index = args.local_process_index
+        self.is_local_main_process = args.local_process_index == 0
+        self.mixed_precision = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[args.autocast]
+        self.gradient_accumulation_steps = args.gradient_accumulation_steps
 
     if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
 
@@ -98,11 +95,6 @@ class AcceleratorView:
         if self.is_main_process:
             print(*args, **kwargs)
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Context manager whose block the main process runs before the others, however long it takes."""
-        with self._world.working():
-            if self.is_main_process:
-                yield
-        if not self.is_main_process:
-            yield
+        return self._args.main_process_first(local=False)

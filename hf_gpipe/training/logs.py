@@ -5,6 +5,7 @@ Under an asynchronous schedule, logs also say how stale the gradients of each st
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,8 @@ class Logs:
 
     def announce(self, length: TrainingLength) -> None:
         """Tell the size of the training as Trainer does; it is shown with `log_level="info"`."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
         args, state, adapter = self._args, self._trainer.state, self._trainer.pipe.adapter
         logger.info("***** Running training *****")
         for name, value in {

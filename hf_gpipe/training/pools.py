@@ -18,6 +18,7 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import IDS, has_ids, token_ids
 from hf_gpipe.data.batches import POOL_BATCHES, cut_evenly, num_token_batches
 from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.data.stream import has_state, is_of_datasets
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe.batch_size import BatchSize
 
@@ -83,11 +84,6 @@ class DataPositions:
         self._dataset = dataset
         self._starts: list[tuple[int, Any]] = []
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the dataset can return its state, and load it again."""
-        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-
     def begin(self, start: int, place: Mapping[str, Any] | None) -> int:
         """Send the dataset to the pool of a `place`, or leave it at the beginning of its epoch.
 
@@ -103,15 +99,15 @@ class DataPositions:
         """
         state, done = (None, start) if place is None else (place["state"], place["done"])
         if state is not None:
-            if not self.is_known:
+            if not has_state(self._dataset):
                 raise DataError(
                     "the checkpoint says where its dataset stood, and this one has no load_state_dict; resume with the "
                     "same data, or use ignore_data_skip=True to begin them anew"
                 )
             self._dataset.load_state_dict(state)
-            if _is_of_datasets(self._dataset):
+            if is_of_datasets(self._dataset):
                 _sent.add(self._dataset)
-        elif _is_of_datasets(self._dataset) and self._dataset in _sent:
+        elif is_of_datasets(self._dataset) and self._dataset in _sent:
             # Otherwise every later epoch would begin at this place.
             self._dataset.load_state_dict(None)
         self._starts = [(start - done, state)]
@@ -119,7 +115,7 @@ class DataPositions:
 
     def pool_ends(self, number: int) -> None:
         """Note that the pool before mini-batch `number` has been read, and no row after it."""
-        if self.is_known:
+        if has_state(self._dataset):
             self._starts.append((number, self._dataset.state_dict()))
 
     def at(self, number: int) -> dict[str, Any] | None:
@@ -127,7 +123,7 @@ class DataPositions:
 
         None where only reading from the beginning leads there.
         """
-        if not self.is_known:
+        if not has_state(self._dataset):
             return None
         while len(self._starts) > 1 and self._starts[1][0] <= number:
             del self._starts[0]
@@ -139,10 +135,6 @@ def has_index(dataset: Any) -> bool:
     """Whether rows can be asked for by number. Torch's iterable datasets inherit the method, which raises an error."""
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return has_methods and not isinstance(dataset, IterableDataset)
-
-
-def _is_of_datasets(dataset: Any) -> bool:
-    return type(dataset).__module__.partition(".")[0] == "datasets"
 
 
 def target_tokens(row: Any) -> int:

@@ -372,12 +372,9 @@ class PipelineTrainer(TrainerInterface):
         None in processes that do not read data. Raises UserError where no process has a dataset, or where options of
         generation are not used.
         """
-        method = f"get_{part}_dataloader"
-        if not self._overrides(method) and not self.world.from_main(lambda: dataset is not None):
-            raise UserError(_REQUIRED[part])
         if generation and not self.args.predict_with_generate:
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
-        batches = self._loaded(method, dataset)
+        batches = self._loaded(part, dataset)
         self.callback_handler.eval_dataloader = batches
         return None if batches is None else batches.epoch(0)
 
@@ -418,19 +415,25 @@ class PipelineTrainer(TrainerInterface):
 
     def train_batches(self) -> MiniBatches | OwnLoader | None:
         """The mini-batches of the training; None in processes that do not read data."""
-        method = "get_train_dataloader"
-        if not self._overrides(method) and not self.world.from_main(lambda: self.train_dataset is not None):
-            raise UserError(_REQUIRED["train"])
-        return self._loaded(method)
+        return self._loaded("train")
 
     def _overrides(self, method: str) -> bool:
         """Whether a method is a subclass's."""
         return getattr(getattr(self, method), "__func__", None) is not getattr(PipelineTrainer, method)
 
-    def _loaded(self, method: str, *dataset: Any) -> MiniBatches | OwnLoader | None:
-        """The mini-batches of a loader that the main process makes; None in the other processes. All call it."""
-        loaders: list[Any] = []
-        self.world.from_main(lambda: loaders.append(getattr(self, method)(*dataset)), takes_long=True)
+    def _loaded(self, part: str, *dataset: Any) -> MiniBatches | OwnLoader | None:
+        """The mini-batches of `get_train_dataloader`, or of that of another part; the main process alone calls it.
+
+        None in the other processes, which call this method too. Raises UserError where there is no dataset.
+        """
+        method, loaders = f"get_{part}_dataloader", []
+
+        def load() -> None:
+            if dataset and dataset[0] is None and not self._overrides(method):
+                raise UserError(_REQUIRED[part])
+            loaders.append(getattr(self, method)(*dataset))
+
+        self.world.from_main(load, takes_long=True)
         return batches_of_loader(loaders[0], method, data_seed(self.args)) if loaders else None
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:

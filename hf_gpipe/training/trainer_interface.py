@@ -122,9 +122,7 @@ class TrainerInterface:
     @property
     def accelerator(self) -> AcceleratorView:
         """The processes, in the words of accelerate."""
-        args = self.args
-        precision = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[args.autocast]
-        return AcceleratorView(self.world, args.local_process_index, precision, args.gradient_accumulation_steps)
+        return AcceleratorView(self.world, self.args)
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:

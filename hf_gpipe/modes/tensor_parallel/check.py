@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
@@ -19,16 +16,7 @@ def check(config: PipelineConfig, adapter: Adapter, loss: Loss | None, *, packin
     """Raise UserError where the layers cannot be divided, which a tiny clone says too: a plan needs their parts."""
     # Blocks of a teacher are not compiled.
     is_compiled = config.compiled.torch_compile and loss is not None
-    verify = partial(_verify, adapter, config.division, probe)
-    check_division(adapter, config.division, verify, is_compiled=is_compiled)
-
-
-def verify(config: PipelineConfig, adapter: Adapter, *, packing: bool, probe: Probe) -> None:
-    """Nothing is left to verify after `check`."""
-
-
-def _verify(adapter: Adapter, division: Division, probe: Probe) -> None:
-    probe.require(adapter, divided(adapter, division.num_ranks))
+    check_division(adapter, config.division, probe, is_compiled=is_compiled)
 
 
 def divided(adapter: Adapter, num_ranks: int) -> Variant:
@@ -45,15 +33,8 @@ def divided(adapter: Adapter, num_ranks: int) -> Variant:
     return Variant(ranks=3 if not plan.is_even else 4 if is_shared else 2)
 
 
-def check_division(
-    adapter: Adapter, division: Division, verify: Callable[[], None], *, is_compiled: bool = False
-) -> None:
-    """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so.
-
-    Args:
-        adapter, division: of the model.
-        verify: raises UserError where a tiny clone of the model that is divided computes something else.
-    """
+def check_division(adapter: Adapter, division: Division, probe: Probe, *, is_compiled: bool = False) -> None:
+    """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
     if division.is_whole:
         return
     others = {
@@ -63,7 +44,7 @@ def check_division(
     for what, is_so in others.items():
         if is_so:
             raise UserError(f"{division.text} and {what}, which do not go together; leave tensor_parallel out")
-    verify()
+    probe.require(adapter, divided(adapter, division.num_ranks))
     for name, probability in adapter.dropout.items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
         raise UserError(
