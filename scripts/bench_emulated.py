@@ -31,9 +31,10 @@ from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, Costs, Schedule, build, placement_for
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
+from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
+from hf_gpipe.schedule import Costs, Schedule, build, has_windows, placement_for
 from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, RECOMPUTE
-from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule.updates import with_updates_beside
 
 KIBIBYTE = 1024
@@ -100,7 +101,7 @@ def emulated(
     """
     num_stages = processes * stages_each
     if table is None:
-        updates = [step_size] * (micro_batches // step_size) if schedule in ASYNCHRONOUS_SCHEDULES else None
+        updates = [step_size] * (micro_batches // step_size) if has_windows(schedule) else None
         placement = placement_for(schedule, num_stages, processes * replicas, replicas)
         table = build(schedule, num_stages, micro_batches, placement, recompute, steps=updates, group_size=len(row))
     table = with_updates_beside(table) if updates_beside else table

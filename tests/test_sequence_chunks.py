@@ -22,14 +22,24 @@ from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, Use
 from hf_gpipe.model.clone import Batch, exact_clone
 from hf_gpipe.model.reference import Step, plain_step
 from hf_gpipe.modes.chunks.cutting import borders_of
-from hf_gpipe.schedule import DEALT, IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
+from hf_gpipe.schedule import (
+    IN_TURN,
+    SCHEDULES,
+    V_SHAPED,
+    Schedule,
+    build,
+    check_table,
+    placement_for,
+    simulate,
+    training_schedules,
+)
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.simulate import Costs
 from scripts.families import default_config
 from scripts.random_cases.in_float64 import InFloat64, in_float64
 from tests.gloo import run_gloo
 from tests.oracle import gathered_gradients, padded_batch, plain_model, run_plain, tiny_config
-from tests.schedule.cases import VOCABULARY, peak
+from tests.schedule.cases import peak
 
 TOLERANCE = 1e-10
 #: Schedules that say where the stages are.
@@ -185,7 +195,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_whole_rows(
     length=st.integers(1, 13),
     taper=st.sampled_from([0.0, 0.0, 0.7, 3.0, 50.0]),
     padding=st.sampled_from(["right", "left", "none"]),
-    schedule=st.sampled_from([name for name in SCHEDULES if name not in ("forward_only", *VOCABULARY, *DEALT)]),
+    schedule=st.sampled_from([name for name in training_schedules() if SCHEDULES[name].takes_groups]),
     recompute=st.sampled_from(["none", "stage", "block"]),
     tied=st.booleans(),
 )
@@ -374,7 +384,7 @@ def test_evaluation_and_generation_take_whole_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(set(SCHEDULES) - {*PLACED, *VOCABULARY, *DEALT})),
+    name=st.sampled_from(sorted({name for name in SCHEDULES if SCHEDULES[name].takes_groups} - {*PLACED})),
     num_stages=st.integers(1, 4),
     num_rows=st.integers(1, 4),
     chunks=st.integers(1, 5),

@@ -20,11 +20,12 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.modes.divided_head import head_part
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.schedule import DIVIDED_HEAD, Costs, Schedule, build, check_table, simulate
+from hf_gpipe.schedule import Costs, Schedule, build, check_table, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from hf_gpipe.settings.pipeline import PipelineConfig

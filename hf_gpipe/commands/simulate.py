@@ -20,6 +20,7 @@ from hf_gpipe.schedule import (
     check_table,
     draw_png,
     draw_text,
+    has_windows,
     placement_for,
     simulate,
 )
@@ -77,8 +78,8 @@ def _table(options: argparse.Namespace) -> Schedule:
         table = parse_table(text, name)
         check_table(table)
         return table
-    if name not in SCHEDULES:
-        raise UserError(f"{name!r} is neither a file (.txt, .csv) nor a schedule; known are {', '.join(SCHEDULES)}.")
+    if name not in (known := [name for name in SCHEDULES if not has_windows(name)]):
+        raise UserError(f"{name!r} is neither a file (.txt, .csv) nor a schedule; known are {', '.join(known)}.")
     processes = options.processes or (options.stages // 2 if name in V_SHAPED else options.stages)
     placement = placement_for(name, options.stages, processes)
     return build(name, options.stages, options.micro_batches, placement, recompute="none")

@@ -25,7 +25,7 @@ from hf_gpipe.runtime.gradient_norm import (
 from hf_gpipe.runtime.micro_batch import Batch, MicroBatch, StepOptions
 from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.schedule.named import window_schedules
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import can_update_beside
 
@@ -126,7 +126,7 @@ class Steps:
         if not self.decision.is_asynchronous:
             raise UserError(
                 f"train_window: the schedule {self.decision.config.schedule!r} updates all stages together; call "
-                f"train_step, or use one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
+                f"train_step, or use one of {', '.join(window_schedules())}"
             )
         self.parameters.zero_grad()
         micro_batches: list[MicroBatch] = []

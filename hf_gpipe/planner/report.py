@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
 from hf_gpipe.planner.bound import limit_of_step, why_waiting
 from hf_gpipe.planner.machines.devices import SCREEN_BYTES
 from hf_gpipe.planner.plan import Plan, StagePlan
@@ -24,7 +25,7 @@ from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.search_all import SearchResult
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.schedule import DEALT, is_table_file, staleness
+from hf_gpipe.schedule import is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -316,7 +317,7 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
         # The planner makes the table again with these values.
-        values["schedule"] = DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
+        values["schedule"] = ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else AUTO
     always = (*settings.in_short, "partition", "num_processes", "zero")
     own = recipe.values()
     plain = {name for name, key in keys_of(PipelineConfig).items() if values.get(name) == key.default == own[name]}

@@ -8,10 +8,10 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
-    ASYNCHRONOUS_SCHEDULES,
     LONGEST_WINDOW,
     Schedule,
     build,
+    has_windows,
     recompute_under,
     with_modes,
 )
@@ -25,7 +25,7 @@ def table_of(
 ) -> Schedule:
     """The table of these settings, whose partition is not read.
 
-    The table of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
+    A window has about `LONGEST_WINDOW` micro-batches.
 
     Args:
         settings: the settings of the pipeline.
@@ -49,7 +49,7 @@ def table_of(
         placement = placement.balanced(sizes)
     recompute = Recompute.parse(settings.recompute, num_stages)
     count, steps = num_micro_batches, None
-    if name in ASYNCHRONOUS_SCHEDULES:
+    if has_windows(name):
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
         count = sum(steps)
     given_chunks = 1 if steps else chunks

@@ -9,18 +9,13 @@ executor runs it.
 
 from collections.abc import Sequence
 
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes, parts_of_modes
 from hf_gpipe.schedule.actions import Action as Action
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES as ASYNCHRONOUS_SCHEDULES
-from hf_gpipe.schedule.asynchronous import LONGEST_WINDOW as LONGEST_WINDOW
 from hf_gpipe.schedule.breakdown import Breakdown as Breakdown
 from hf_gpipe.schedule.breakdown import Parts as Parts
 from hf_gpipe.schedule.breakdown import breakdown as breakdown
-from hf_gpipe.schedule.builders import DEALT as DEALT
-from hf_gpipe.schedule.builders import DIVIDED_HEAD as DIVIDED_HEAD
 from hf_gpipe.schedule.builders import IN_TURN as IN_TURN
 from hf_gpipe.schedule.builders import RECOMPUTE_MODES as RECOMPUTE_MODES
-from hf_gpipe.schedule.builders import SCHEDULES as SCHEDULES
 from hf_gpipe.schedule.builders import SPLIT_SCHEDULES as SPLIT_SCHEDULES
 from hf_gpipe.schedule.builders import V_SHAPED as V_SHAPED
 from hf_gpipe.schedule.builders import build as build
@@ -33,6 +28,12 @@ from hf_gpipe.schedule.file import is_table_file as is_table_file
 from hf_gpipe.schedule.file import read_table as read_table
 from hf_gpipe.schedule.file import recompute_under as recompute_under
 from hf_gpipe.schedule.kinds import ActionKind as ActionKind
+from hf_gpipe.schedule.named import LONGEST_WINDOW as LONGEST_WINDOW
+from hf_gpipe.schedule.named import SCHEDULES as SCHEDULES
+from hf_gpipe.schedule.named import NamedSchedule as NamedSchedule
+from hf_gpipe.schedule.named import has_windows as has_windows
+from hf_gpipe.schedule.named import training_schedules as training_schedules
+from hf_gpipe.schedule.named import window_schedules as window_schedules
 from hf_gpipe.schedule.placement import Placement as Placement
 from hf_gpipe.schedule.placement import replicas_of as replicas_of
 from hf_gpipe.schedule.simulate import Costs as Costs
@@ -53,10 +54,10 @@ def with_modes(table: Schedule, recompute: Sequence[str | int]) -> Schedule:
     Args:
         recompute: the entry of each stage.
     """
-    for mode in parts_of_modes("table").values():
-        table = mode.apply(table, recompute)
+    for apply in functions_of_modes("table", "apply"):
+        table = apply(table, recompute)
     return table
 
 
-# Their kinds of actions are known to every table.
+# Their kinds of actions and their schedules are known to every table.
 parts_of_modes("table")

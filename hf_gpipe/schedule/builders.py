@@ -12,95 +12,59 @@ Every table runs to its end if sends do not wait, and also if every send and eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule import groups
-from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.basic import forward_only, gpipe, gpipe_fused, naive, one_forward_one_backward
 from hf_gpipe.schedule.breadth_first import breadth_first
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_1f1b
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE
+from hf_gpipe.schedule.named import SCHEDULES, NamedSchedule, window_schedules
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits
-from hf_gpipe.schedule.round_robin import deal_of, round_robin_orders
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.text_form import MOST_ACTIONS
 from hf_gpipe.schedule.updates import with_updates
 from hf_gpipe.schedule.validate import check_table
-from hf_gpipe.schedule.vocabulary import vocab_1f1b, vocab_forward_only, vocab_gpipe
 from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v
-
-Builder = Callable[[int, Placement, Limits], list[list[Action]]]
-"""(num_micro_batches, placement, limits of stored graphs) -> each process's actions, without G and U."""
 
 RECOMPUTE_MODES = ("stage", "none")
 
 
-def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """Slots of forwards and backwards that are dealt to the processes in turn, whatever their stages, whose weights
-    visit (RoundPipe, arXiv 2604.27085): see `hf_gpipe.schedule.round_robin`.
+IN_TURN = ("interleaved_1f1b", "breadth_first")
+"""The schedules whose stages are assigned to the processes in turn."""
 
-    Here all stages are equal, so three of them have their forwards in one slot. With S slots in a round and P processes
-    the bubble is about (P-1) / (S M / P + P-1), if the slots of all rounds are a multiple of P.
-
-    K = 4, M = 2, on two processes, with L and D left out:
-
-        process 0  0F0 1F0 2F0 0F1 1F1 2F1 2R0 2B0 --- 2R1 2B1 --- ... 0R0 0B0 --- 0R1 0B1 ---
-        process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- ... 1R0 1B0 --- 1R1 1B1 --- ... ... ...
-    """
-    forward, recompute, backward = ([kind.ticks] * placement.num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
-    deal = deal_of(placement, num_micro_batches, forward, recompute, backward)
-    if None in limits[: deal.together.start]:
-        raise ScheduleError(
-            "schedule 'round_robin' recomputes, for the backward of a stage is on another worker than its forward; let "
-            "recompute be stage."
-        )
-    return round_robin_orders(placement, num_micro_batches, deal)
-
-
-SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}
+SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zb_v", "v_half")
 """The schedules whose backward is split into I and W."""
 
 V_SHAPED = ("zb_v", "v_half")
 """The schedules whose stages are placed in the shape of a V."""
 
-DIVIDED_HEAD = ("vocab_1f1b", "vocab_gpipe")
-"""The schedules that divide the head over the stages."""
-
-IN_TURN = ("interleaved_1f1b", "breadth_first")
-"""The schedules whose stages are assigned to the processes in turn."""
-
-DEALT = ("round_robin",)
-"""The schedules whose stages are dealt: their weights are in memory that the processes share, and visit."""
-
-#: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
-SCHEDULES: dict[str, Builder] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "gpipe_fused": gpipe_fused,
-    "1f1b": one_forward_one_backward,
-    "interleaved_1f1b": interleaved_1f1b,
-    "breadth_first": breadth_first,
-    "round_robin": round_robin,
-    **SPLIT_SCHEDULES,
-    "vocab_gpipe": vocab_gpipe,
-    "vocab_1f1b": vocab_1f1b,
-    "forward_only": forward_only,
-    "vocab_forward_only": vocab_forward_only,
-}
+SCHEDULES.update(
+    {
+        "naive": NamedSchedule(naive),
+        "gpipe": NamedSchedule(gpipe),
+        "gpipe_fused": NamedSchedule(gpipe_fused),
+        "1f1b": NamedSchedule(one_forward_one_backward),
+        "interleaved_1f1b": NamedSchedule(interleaved_1f1b, place=Placement.interleaved),
+        "breadth_first": NamedSchedule(breadth_first, place=Placement.interleaved),
+        "zb_h1": NamedSchedule(zb_h1),
+        "zb_h2": NamedSchedule(zb_h2),
+        "zb_v": NamedSchedule(zb_v, place=Placement.v_shaped),
+        "v_half": NamedSchedule(v_half, place=Placement.v_shaped),
+        "forward_only": NamedSchedule(forward_only, is_for_training=False),
+    }
+)
 
 
 def placement_for(name: str, num_stages: int, num_processes: int, replicas: int | Sequence[int] = 1) -> Placement:
-    """The placement of a schedule's stages: assigned in turn for interleaved_1f1b and breadth_first, in the
-    shape of a V for zb_v and v_half, dealt for round_robin, consecutive for every other.
+    """The placement of a schedule's stages (`NamedSchedule.place`).
 
     Args:
-        name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
+        name: one of `SCHEDULES`.
         num_stages: K.
         num_processes: of all replicas together.
         replicas: one number D for all stages: D pipelines of num_processes / D consecutive processes each. Or one
@@ -109,7 +73,7 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
     Raises:
         ScheduleError: an unknown name, or numbers of stages, replicas and processes that do not fit each other.
     """
-    _check_name(name)
+    named = _named(name)
     counts = replicas_of(num_stages, replicas)
     if len(set(counts)) > 1:
         if num_processes != sum(counts):
@@ -124,11 +88,7 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
             f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline "
             "has processes of its own, and as many as the others; use a multiple of replicas."
         )
-    places: dict[str, Callable[[int, int], Placement]] = dict.fromkeys(IN_TURN, Placement.interleaved)
-    places.update(dict.fromkeys(V_SHAPED, Placement.v_shaped))
-    places.update(dict.fromkeys(DEALT, Placement.dealt))
-    place = places.get(name, Placement.spread)
-    return place(num_stages, num_processes // counts[0]).replicated(counts[0])
+    return named.place(num_stages, num_processes // counts[0]).replicated(counts[0])
 
 
 def build(
@@ -149,17 +109,17 @@ def build(
     takes part in G and U. The last mini-batch of an epoch, which may have a single row, needs this.
 
     Args:
-        name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
+        name: one of `SCHEDULES`.
         num_stages: K, at least 1.
-        num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K. Of an asynchronous
-            schedule those of all steps. Of groups the number of all members.
+        num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K. Of a window
+            those of all steps. Of groups the number of all members.
         placement: where the stages are; None: each replica of a stage in its own process.
         recompute: "stage": a backward (B or I) is preceded by a recomputation R of its stage, but for the last stage of
             all but naive and gpipe; "none": no R; or for each stage the most autograd graphs that it may
             keep alive at once on each of its replicas (at least 1; None: any number), with as few R as this allows: see
             `hf_gpipe.schedule.recompute`.
         replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
-        steps: of an asynchronous schedule the number of micro-batches of each step; None: one step.
+        steps: of a schedule whose tables are windows the number of micro-batches of each step; None: one step.
         group_size: how many consecutive micro-batches depend on each other (`hf_gpipe.schedule.groups`).
         is_checked: whether `check_table` sees it, which takes about as long as a simulation. A search compares many
             tables, and checks the one that it takes.
@@ -169,12 +129,11 @@ def build(
             another number of stages or replicas, or one that the schedule cannot use, groups that are not whole, or
             that the schedule has no order for.
     """
-    _check_name(name)
-    is_asynchronous = name in ASYNCHRONOUS_SCHEDULES
-    if steps is not None and not is_asynchronous:
+    named = _named(name)
+    if steps is not None and named.window is None:
         raise ScheduleError(
             f"schedule {name!r} has one step in a table; leave steps out, or use one of "
-            f"{', '.join(ASYNCHRONOUS_SCHEDULES)}."
+            f"{', '.join(window_schedules())}."
         )
     if num_stages < 1 or num_micro_batches < 1:
         raise ScheduleError(
@@ -190,12 +149,11 @@ def build(
     if placement is None:
         counts = replicas_of(num_stages, 1 if replicas is None else replicas)
         placement = Placement.one_stage_each(num_stages, counts)
-        if name in DEALT and len(set(counts)) == 1:
-            placement = Placement.dealt(num_stages, num_stages).replicated(counts[0])
+        if named.is_shared and len(set(counts)) == 1:
+            placement = named.place(num_stages, num_stages).replicated(counts[0])
     if group_size > 1:
-        ordered = [schedule for schedule in SCHEDULES if not schedule.startswith("vocab") and schedule not in DEALT]
-        has_order = not is_asynchronous and name not in (*DIVIDED_HEAD, *DEALT)
-        groups.check_schedule(name, group_size, num_micro_batches, ordered, has_order=has_order)
+        ordered = [other for other in SCHEDULES if SCHEDULES[other].takes_groups]
+        groups.check_schedule(name, group_size, num_micro_batches, ordered, has_order=named.takes_groups)
         placement = replace(placement, group_size=group_size)
     if placement.num_stages != num_stages:
         raise ScheduleError(
@@ -206,21 +164,21 @@ def build(
             f"schedule {name!r}: replicas is {replicas}, but the stages of the placement {placement} have "
             f"{list(placement.replicas)}; leave replicas out."
         )
-    if is_asynchronous and placement.has_replicas and len(placement.places) > placement.num_processes:
+    if named.window is not None and placement.has_replicas and len(placement.places) > placement.num_processes:
         raise ScheduleError(
             f"schedule {name!r} and the placement {placement} do not go together: replicas wait for each other in each "
             "step, and two stages of one process would do so in different orders; give each replica of each stage a "
             "process of its own."
         )
-    if (name.startswith("vocab_") or name in DEALT) and len(set(placement.replicas)) > 1:
-        shared = "needs each stage's part of the head" if name not in DEALT else "is dealt to one pipeline's workers"
+    if named.same_replicas and len(set(placement.replicas)) > 1:
         raise ScheduleError(
-            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and every micro-batch {shared}; "
+            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and every micro-batch "
+            f"{named.same_replicas}; "
             "use one number of replicas for all stages."
         )
     limits = _limits(name, num_stages, recompute)
-    if is_asynchronous:
-        table = asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
+    if named.window is not None:
+        table = named.window(tuple(steps or [num_micro_batches]), placement, limits)
     else:
         table = _build(name, num_micro_batches, placement, limits)
     if is_checked:
@@ -234,20 +192,23 @@ check_once = lru_cache(maxsize=256)(check_table)
 
 @lru_cache(maxsize=256)
 def _build(name: str, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
-    orders = SCHEDULES[name](num_micro_batches, placement, limits)
+    builder = SCHEDULES[name].orders
+    assert builder is not None
+    orders = builder(num_micro_batches, placement, limits)
     orders = [whole_backwards(order, process, placement) for process, order in enumerate(orders)]
     if any(action.kind.takes_gradient for order in orders for action in order):
         orders = with_updates(orders, placement)
     return Schedule(name, placement.num_stages, num_micro_batches, placement, tuple(map(tuple, orders)))
 
 
-def _check_name(name: str) -> None:
-    names = (*SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
+def _named(name: str) -> NamedSchedule:
+    names = tuple(SCHEDULES)
     if name not in names:
         raise ScheduleError(
             f"schedule {name!r} is unknown; use one of {', '.join(names)}, or the path of a table, which ends in "
             f"{TABLE_SUFFIX}{nearest(name, names)}"
         )
+    return SCHEDULES[name]
 
 
 def _limits(name: str, num_stages: int, recompute: str | tuple[int | None, ...]) -> Limits:

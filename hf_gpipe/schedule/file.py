@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import groups
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.kinds import RECOMPUTE, Held
+from hf_gpipe.schedule.named import window_schedules
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from hf_gpipe.schedule.placement import replicas_of
 from hf_gpipe.schedule.table import Schedule
@@ -59,7 +59,7 @@ def read_table(
         if table.is_asynchronous:
             raise ScheduleError(
                 "the table has several steps, and a table that is read has one; leave the line out, or name the "
-                f"schedule, one of {', '.join(ASYNCHRONOUS_SCHEDULES)}, which makes a table for as many steps as run.",
+                f"schedule, one of {', '.join(window_schedules())}, which makes a table for as many steps as run.",
                 "steps",
             )
         if table.placement.devices is not None:

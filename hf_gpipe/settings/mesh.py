@@ -10,8 +10,6 @@ from pydantic import Field
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, COUNT
 from hf_gpipe.schedule import (
-    ASYNCHRONOUS_SCHEDULES,
-    DEALT,
     SCHEDULES,
     TABLE_SUFFIX,
     Placement,
@@ -19,6 +17,8 @@ from hf_gpipe.schedule import (
     is_table_file,
     placement_for,
     replicas_of,
+    training_schedules,
+    window_schedules,
 )
 from hf_gpipe.schedule.actions import parse_number
 from hf_gpipe.settings.chunks import RowChunks
@@ -30,10 +30,9 @@ from hf_gpipe.settings.section import Count, Settings, Text, one_of
 #: What `zero` 1 becomes on a mesh that the planner has chosen without replicas.
 UNSHARED = "zero 0 (no stage has replicas)"
 
-SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if not name.endswith("forward_only"))
 MODES = ("none", "block", "stage", "host")
 
-ScheduleName = Annotated[str, one_of(*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)]
+ScheduleName = Annotated[str, one_of(*training_schedules(), *window_schedules())]
 Strategy = Annotated[str, one_of(COUNT, *COST_STRATEGIES)]
 Recomputation = Annotated[str, one_of(*MODES)]
 TableFile = Annotated[str, Field(pattern=rf"\{TABLE_SUFFIX}$")]
@@ -206,7 +205,8 @@ class MeshConfig(Settings):
                 f"placement is {self.placement!r}; write the processes of each stage, those of replicas with commas, "
                 'such as "0,2 1,3".'
             )
-        placement = self.division.placed(Placement(workers, is_dealt=schedule in DEALT))
+        is_shared = schedule in SCHEDULES and SCHEDULES[schedule].is_shared
+        placement = self.division.placed(Placement(workers, is_dealt=is_shared))
         sizes = placement.num_stages, placement.num_processes
         if sizes != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
             raise UserError(

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.schedule import Schedule, is_table_file, read_table, recompute_under, replicas_of
+from hf_gpipe.schedule import (
+    Schedule,
+    is_table_file,
+    read_table,
+    recompute_under,
+    replicas_of,
+    training_schedules,
+)
 from hf_gpipe.settings.chunks import DecidedRowChunks, RowChunks
 from hf_gpipe.settings.mesh import (
-    SYNCHRONOUS_SCHEDULES,
     MeshConfig,
     Recomputation,
     Recomputations,
@@ -218,7 +224,7 @@ class PipelineConfig(_WithModes):
         keys, plain = self.values(), dict[str, Any]()
         for mode in self.modes.values():
             plain |= mode.plain(keys)
-        is_auto = can_plan and not plain and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        is_auto = can_plan and not plain and self.schedule in (None, AUTO, *training_schedules())
         plain = PLANNED | plain
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return self.replace(**values) if values else self

@@ -19,6 +19,7 @@ from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.partition import partition
 from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.planner.costs.chunks import each_chunk
@@ -29,7 +30,7 @@ from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.runtime.mesh import ranks_of_workers
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
+from hf_gpipe.schedule import LONGEST_WINDOW, has_windows
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -93,7 +94,7 @@ class Case:
     @property
     def is_asynchronous(self) -> bool:
         """Whether steps run in windows."""
-        return self.schedule in ASYNCHRONOUS_SCHEDULES
+        return has_windows(self.schedule)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from zlib import crc32
 
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.modes.host_graphs.table import AWAY, OFFLOAD, PREFETCH, with_offloads
+from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import (
@@ -33,7 +34,6 @@ from hf_gpipe.schedule.kinds import UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import most_held, most_of_equal_stages
-from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside
 from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.schedule.zero_bubble import whole_backwards

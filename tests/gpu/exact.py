@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.modes.host_graphs import copies as offload
-from hf_gpipe.schedule import DEALT, DIVIDED_HEAD
-from hf_gpipe.settings.mesh import SYNCHRONOUS_SCHEDULES
+from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
+from hf_gpipe.schedule import training_schedules
 from tests.emulated_cuda.models import config_of
 from tests.gpu.checks import FAMILIES
 from tests.oracle import Result, padded_batch, plain_model, run_plain
@@ -86,8 +87,8 @@ def ways(
     Schedules that deal stages are left out: their weights must visit the devices, and they recompute. In one process of
     several devices those that divide the head are left out, because they need a process for each device.
     """
-    left_out = (*DEALT, *(DIVIDED_HEAD if num_processes == 1 and num_devices > 1 else ()))
-    for number, schedule in enumerate(name for name in SYNCHRONOUS_SCHEDULES if name not in left_out):
+    left_out = (ROUND_ROBIN, *(DIVIDED_HEAD if num_processes == 1 and num_devices > 1 else ()))
+    for number, schedule in enumerate(name for name in training_schedules() if name not in left_out):
         if quick:
             # Not always the same mode with a family.
             yield families[number % len(families)], schedule, RECOMPUTE[(number + number // 3) % len(RECOMPUTE)]

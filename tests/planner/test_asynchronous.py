@@ -12,7 +12,7 @@ from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.report import as_dict, report
 from hf_gpipe.planner.search.choose import AUTO_SCHEDULES
 from hf_gpipe.planner.traffic import traffic
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
+from hf_gpipe.schedule import LONGEST_WINDOW, window_schedules
 from tests.planner.models import MIB, blocks, planner, settings
 
 
@@ -43,7 +43,7 @@ def test_the_report_says_what_a_plan_cannot_know() -> None:
     assert "gradients of the stages come 1-1-0 updates late; what that costs in loss a plan cannot know" in text
     assert "1f1b, with the plain model's numbers: 6 s a row, here 3" in text
     assert json.loads(json.dumps(as_dict(plan)))["processes"][0]["memory_bytes"]["stashes"] == 10 * MIB
-    assert not set(AUTO_SCHEDULES) & set(ASYNCHRONOUS_SCHEDULES)
+    assert not set(AUTO_SCHEDULES) & set(window_schedules())
 
 
 def test_replicas_keep_stashes_and_reduce_in_each_step() -> None:

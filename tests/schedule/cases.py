@@ -6,15 +6,16 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, SCHEDULES, V_SHAPED, Action, Placement, Schedule, Timeline, build
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
+from hf_gpipe.schedule import SCHEDULES, V_SHAPED, Action, Placement, Schedule, Timeline, build
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT, Held, Resource
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from hf_gpipe.schedule.simulate import Seconds
 
 #: They have no order for chunks.
 VOCABULARY = (*DIVIDED_HEAD, "vocab_forward_only")
-#: Those whose stages have workers of their own; test_round_robin.py is about the others.
-OWN = tuple(name for name in SCHEDULES if name not in DEALT)
+#: Those of one step whose stages have workers of their own.
+OWN = tuple(name for name, named in SCHEDULES.items() if named.orders is not None and not named.is_shared)
 Recompute = str | tuple[int | None, ...]
 
 

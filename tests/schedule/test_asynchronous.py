@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.asynchronous import table as pipedream
 from hf_gpipe.schedule import (
-    ASYNCHRONOUS_SCHEDULES,
     Action,
     Costs,
     Placement,
     Schedule,
-    asynchronous,
     build,
     check_table,
     draw_text,
@@ -27,6 +26,7 @@ from hf_gpipe.schedule import (
     read_table,
     simulate,
     staleness,
+    window_schedules,
 )
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, REDUCE, UPDATE, Held
 from hf_gpipe.schedule.versions import uses
@@ -49,7 +49,7 @@ def replicated(draw: st.DrawFn) -> Placement:
 
 @st.composite
 def windows(draw: st.DrawFn, places: st.SearchStrategy[Placement] | None = None) -> Schedule:
-    name = draw(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES)))
+    name = draw(st.sampled_from(sorted(window_schedules())))
     placement = draw(placements() if places is None else places)
     steps = [*draw(st.lists(st.integers(max(placement.replicas), 5), max_size=6)), draw(st.integers(1, 5))]
     recompute = draw(recomputes(placement.num_stages))
@@ -111,7 +111,7 @@ def test_versions_do_not_depend_on_the_placement(table: Schedule) -> None:
 def test_the_papers_delays(num_stages: int, num_steps: int, size: int) -> None:
     """Stage s of stashing is K-s-1 micro-batches late and keeps as many old versions; 2BW is one update late."""
     steps = [size] * num_steps
-    stashing, vertical, double, naive = (window(name, num_stages, steps) for name in ASYNCHRONOUS_SCHEDULES)
+    stashing, vertical, double, naive = (window(name, num_stages, steps) for name in window_schedules())
     assert replace(naive, name="pipedream", stashes=True) == stashing
     for stage in range(num_stages):
         late = num_stages - stage - 1
@@ -136,7 +136,7 @@ def test_the_papers_delays_with_replicas(replicas: list[int], num_steps: int, ro
     """With whole rounds in a step: on each of r replicas ceil(n / r) micro-batches are in flight (section 3.2)."""
     size = math.lcm(*replicas) * rounds
     stashing, vertical, double, _ = (
-        window(name, len(replicas), [size] * num_steps, replicas=replicas) for name in ASYNCHRONOUS_SCHEDULES
+        window(name, len(replicas), [size] * num_steps, replicas=replicas) for name in window_schedules()
     )
     for stage, count in enumerate(replicas):
         in_flight = math.ceil(sum(replicas[stage:]) / count)
@@ -185,7 +185,7 @@ def test_updates_take_their_time_where_they_stand() -> None:
 
 
 def test_the_docstring_draws_the_real_tables() -> None:
-    doc = [line.strip() for line in (asynchronous.__doc__ or "").splitlines() if line.strip().startswith("stage ")]
+    doc = [line.strip() for line in (pipedream.__doc__ or "").splitlines() if line.strip().startswith("stage ")]
     costs = Costs(forward_seconds=1, backward_seconds=2)
     tables = [window("pipedream", 3, [1] * 5), window("pipedream_2bw", 3, [3, 3])]
     drawn = [line for table in tables for line in draw_text(simulate(table, costs)).splitlines()[:-1]]

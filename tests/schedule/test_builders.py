@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.schedule import (
-    DIVIDED_HEAD,
     IN_TURN,
     SCHEDULES,
     SPLIT_SCHEDULES,
@@ -18,6 +18,7 @@ from hf_gpipe.schedule import (
     Action,
     ActionKind,
     Costs,
+    NamedSchedule,
     Placement,
     Schedule,
     build,
@@ -196,7 +197,7 @@ def test_naive_has_one_micro_batch_in_the_pipeline() -> None:
 
 def drawings(name: str) -> str:
     """The drawings in a builder's docstring."""
-    doc = SCHEDULES[name].__doc__ or ""
+    doc = SCHEDULES[name].orders.__doc__ or ""
     return "\n".join(line.strip() for line in doc.splitlines() if line.strip().startswith("stage "))
 
 
@@ -279,7 +280,7 @@ def test_a_builder_of_another_schedule_fits_in(monkeypatch: pytest.MonkeyPatch) 
             orders.append(order)
         return merge(orders, placement)
 
-    monkeypatch.setitem(builders.SCHEDULES, "another", one_forward_one_backward)
+    monkeypatch.setitem(builders.SCHEDULES, "another", NamedSchedule(one_forward_one_backward))
     for placement in (Placement.spread(4, 1), Placement.spread(4, 2), Placement((0, 1, 0, 1))):
         build("another", 4, 6, placement, "none")
     table = build("another", 4, 6, None, "none")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, placement_for, simulate
 from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, HOST_UPDATE, LOAD, Held
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
-from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import most_loaded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.modes.asynchronous.table import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Keys, Mode
 
 

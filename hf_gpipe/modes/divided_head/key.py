@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hf_gpipe.schedule import DIVIDED_HEAD
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.settings.mode import Mode
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.schedule import DEALT, Schedule, is_table_file
+from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
+from hf_gpipe.schedule import Schedule, is_table_file
 from hf_gpipe.schedule.kinds import LOAD
 from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Auto, Keys, Mode, Visitors
 
@@ -61,7 +62,7 @@ class DealtStages(Mode):
         "use breadth_first",
     }
 
-    schedules = DEALT
+    schedules = (ROUND_ROBIN,)
 
     def check(self, keys: Keys) -> None:
         if self.is_on(keys):

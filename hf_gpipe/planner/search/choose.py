@@ -15,6 +15,7 @@ from functools import partial
 from operator import attrgetter
 
 from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.planner.costs.chunks import ways_to_cut
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.cut import cut_plan
@@ -22,7 +23,6 @@ from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
 from hf_gpipe.schedule import (
-    DIVIDED_HEAD,
     SPLIT_SCHEDULES,
     V_SHAPED,
     Placement,

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN, deal_of, dealt_table
 from hf_gpipe.planner.plan import Plan, Planner, best_of
 from hf_gpipe.planner.search.listed import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
-from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
-from hf_gpipe.schedule.round_robin import deal_of, dealt_table
+from hf_gpipe.schedule import Schedule, check_table, simulate
 from hf_gpipe.settings.mode import AUTO, Visitors
 from hf_gpipe.settings.pipeline import PipelineConfig
 
 #: The recipe's key for the weights that visit, for messages.
 SETTING = "offload_weights"
-_BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
+_BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", ROUND_ROBIN
+DEALT = (ROUND_ROBIN,)
 #: The divisors of the number of layers that give the numbers of stages to try, and micro-batches for each process.
 _STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
 #: The most stages of a slot that are tried; None: as many as take equal time.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.basic import alternating
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.schedule.named import SCHEDULES, NamedSchedule
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, merge_with_recomputations
 
@@ -72,3 +75,13 @@ def _with_divided_head(
             heads[-1] += [Action(LOGITS, s, m)] if m < num_micro_batches else []
             heads[-1] += [Action(LOGITS_GRADIENT, s, m - ahead)] if is_training and m >= ahead else []
     return merge_with_recomputations([*orders, *heads], placement, limits)
+
+
+_vocabulary_schedule = partial(NamedSchedule, takes_groups=False, same_replicas="needs each stage's part of the head")
+#: The schedules that train.
+DIVIDED_HEAD = ("vocab_1f1b", "vocab_gpipe")
+SCHEDULES.update(
+    vocab_gpipe=_vocabulary_schedule(vocab_gpipe),
+    vocab_1f1b=_vocabulary_schedule(vocab_1f1b),
+    vocab_forward_only=_vocabulary_schedule(vocab_forward_only, is_for_training=False),
+)

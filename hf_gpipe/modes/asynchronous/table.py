@@ -41,17 +41,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.basic import forwards_ahead, in_turn
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
+from hf_gpipe.schedule.named import SCHEDULES, NamedSchedule
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 from hf_gpipe.schedule.table import Schedule
-
-LONGEST_WINDOW = 128
-"""The most steps of a table that is run: of K stages they wait K-1 micro-batches' time at its ends."""
 
 Versions = Mapping[tuple[int, int], int]
 """The version that each (stage, micro-batch) reads."""
@@ -75,24 +74,26 @@ def _one_behind(table: Schedule) -> Versions:
     return {(stage, m): max(table.step_of[m] - 1, 0) for stage, m in table.newest_version}
 
 
-ASYNCHRONOUS_SCHEDULES: dict[str, Callable[[Schedule], Versions]] = {
-    "pipedream": _newest,
-    "pipedream_vertical": _on_all_stages,
-    "pipedream_2bw": _one_behind,
-    "pipedream_naive": _newest,
-}
-"""Which version of the weights each forward reads, from the table in which each reads the newest."""
-
-
 @lru_cache(maxsize=64)
-def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits: Limits) -> Schedule:
+def _window(
+    steps: tuple[int, ...],
+    placement: Placement,
+    limits: Limits,
+    *,
+    name: str,
+    versions: Callable[[Schedule], Versions],
+    waits: bool = False,
+    stashes: bool = True,
+) -> Schedule:
     """Write the table of a window.
 
     Args:
-        name: one of `ASYNCHRONOUS_SCHEDULES`.
         steps: the number of micro-batches of each step.
         placement: of the stages.
         limits: of stored graphs, on each replica.
+        versions: which version of the weights each forward reads, from the table in which each reads the newest.
+        waits: whether a forward waits for the step before the last one (`_order`).
+        stashes: as of `Schedule`.
 
     Raises:
         ScheduleError: a step before the last one has fewer micro-batches than a stage has replicas.
@@ -104,7 +105,6 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
             "in an update, so those without a micro-batch would hold up the others; give each step but the last at "
             f"least {most}."
         )
-    waits = name == "pipedream_2bw"
     orders = [
         [action for process in own for action in _order(stage, process, placement, steps, waits=waits)]
         for stage, own in enumerate(placement.workers)
@@ -113,10 +113,9 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
         tuple(_with_updates(row, process, placement, steps))
         for process, row in enumerate(merge_with_recomputations(orders, placement, fused_last(limits)))
     ]
-    stashes = name != "pipedream_naive"
     table = Schedule(name, placement.num_stages, sum(steps), placement, tuple(rows), steps, stashes=stashes)
-    versions = ASYNCHRONOUS_SCHEDULES[name](table)
-    named = {(*where, version) for where, version in versions.items() if version != table.newest_version[where]}
+    read = versions(table)
+    named = {(*where, version) for where, version in read.items() if version != table.newest_version[where]}
     return replace(table, versions=frozenset(named))
 
 
@@ -159,3 +158,16 @@ def _with_updates(row: list[Action], process: int, placement: Placement, steps: 
     for stage, count in num_updates.items():
         if count < len(steps):  # without a micro-batch in the last step
             yield from update(stage)
+
+
+def _named(name: str, **ways: Any) -> NamedSchedule:
+    return NamedSchedule(window=partial(_window, name=name, **ways), takes_groups=False)
+
+
+ASYNCHRONOUS_SCHEDULES = {
+    "pipedream": _named("pipedream", versions=_newest),
+    "pipedream_vertical": _named("pipedream_vertical", versions=_on_all_stages),
+    "pipedream_2bw": _named("pipedream_2bw", versions=_one_behind, waits=True),
+    "pipedream_naive": _named("pipedream_naive", versions=_newest, stashes=False),
+}
+SCHEDULES.update(ASYNCHRONOUS_SCHEDULES)

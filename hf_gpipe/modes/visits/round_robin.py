@@ -22,7 +22,9 @@ from typing import TypeAlias
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE
+from hf_gpipe.schedule.named import SCHEDULES, NamedSchedule
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.recompute import Limits
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import with_updates
 
@@ -137,6 +139,38 @@ def _groups(seconds: Sequence[Seconds], limit: Seconds, most: int | None) -> lis
             groups.append(range(start, number))
             start = number
     return [*groups, range(start, len(seconds))] if seconds else []
+
+
+def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """Slots of forwards and backwards that are dealt to the processes in turn, whatever their stages, whose weights
+    visit (RoundPipe, arXiv 2604.27085): see this module.
+
+    Here all stages are equal, so three of them have their forwards in one slot. With S slots in a round and P processes
+    the bubble is about (P-1) / (S M / P + P-1), if the slots of all rounds are a multiple of P.
+
+    K = 4, M = 2, on two processes, with L and D left out:
+
+        process 0  0F0 1F0 2F0 0F1 1F1 2F1 2R0 2B0 --- 2R1 2B1 --- ... 0R0 0B0 --- 0R1 0B1 ---
+        process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- ... 1R0 1B0 --- 1R1 1B1 --- ... ... ...
+    """
+    forward, recompute, backward = ([kind.ticks] * placement.num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
+    deal = deal_of(placement, num_micro_batches, forward, recompute, backward)
+    if None in limits[: deal.together.start]:
+        raise ScheduleError(
+            "schedule 'round_robin' recomputes, for the backward of a stage is on another worker than its forward; let "
+            "recompute be stage."
+        )
+    return round_robin_orders(placement, num_micro_batches, deal)
+
+
+ROUND_ROBIN = "round_robin"
+SCHEDULES[ROUND_ROBIN] = NamedSchedule(
+    round_robin,
+    place=Placement.dealt,
+    is_shared=True,
+    takes_groups=False,
+    same_replicas="is dealt to one pipeline's workers",
+)
 
 
 def dealt_table(placement: Placement, count: int, deal: Deal, name: str = "round_robin") -> Schedule:
