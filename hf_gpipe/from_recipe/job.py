@@ -40,7 +40,6 @@ from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.optim import step_stage
 from hf_gpipe.training.trainer import PipelineTrainer
 from hf_gpipe.training.updates import are_beside
-from hf_gpipe.training.windows import StageUpdates
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE, PAGE_FILE = "recipe.yaml", "metrics.json", "timeline.png", "run.html"
 #: One JSON object a line: language, source, target and translation of a pair that was evaluated.
@@ -151,14 +150,16 @@ def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timelin
         optimizer.step()
 
     def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
-        StageUpdates(trainer, None)(stage, 0, norm)
+        if max_norm := trainer.args.max_grad_norm:
+            pipe.clip_stage_grad_norm_(stage, max_norm, norm)
+        step_stage(trainer, stage)
 
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     if are_beside(trainer):
         timelines = measure_step(pipe, batch, update_beside=partial(step_stage, trainer))
     else:
-        timelines = measure_step(pipe, batch, update=update_stage if pipe.is_asynchronous else update)
+        timelines = measure_step(pipe, batch, update=update_stage if pipe.runs_windows else update)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     return timelines

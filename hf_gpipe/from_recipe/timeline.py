@@ -57,7 +57,7 @@ def measure_step(
     ]
     chosen = sorted(steps, key=lambda spans: max(span.end for span in spans))[repeats // 2]
     total, num_steps = 1 + max(span.action.micro_batch or 0 for span in chosen), _num_steps(pipe)
-    schedule = pipe.schedule([total // num_steps] * num_steps if pipe.is_asynchronous else total)
+    schedule = pipe.schedule([total // num_steps] * num_steps if pipe.runs_windows else total)
     schedule = with_updates_last(schedule) if update_beside is None else with_updates_beside(schedule)
     every_span = [span for spans in steps for span in spans]
     computing: dict[str, list[list[float]]] = {kind: [[] for _ in range(pipe.num_stages)] for kind in KINDS}
@@ -79,7 +79,7 @@ def _measure(
     origin = time.perf_counter()
     times: list[ActionTime] = []
     step = pipe.step
-    if pipe.is_asynchronous:
+    if pipe.runs_windows:
         of_stage = cast(UpdateStage, update) if update is not None else lambda stage, step, norm: None
         pipe.train_window([batches] * _num_steps(pipe), of_stage, times)
     else:
@@ -91,4 +91,4 @@ def _measure(
 
 
 def _num_steps(pipe: Pipeline) -> int:
-    return 2 * pipe.num_stages if pipe.is_asynchronous else 1
+    return 2 * pipe.num_stages if pipe.runs_windows else 1

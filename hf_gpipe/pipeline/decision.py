@@ -33,6 +33,7 @@ from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import groups, with_modes
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
+from hf_gpipe.schedule.named import has_windows
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import with_visits
@@ -190,9 +191,9 @@ class Decision:
             verify(self.config, self.adapter, packing=packing, probe=self.probe)
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether each stage updates its weights by itself, so that steps run in windows."""
-        return self.config.schedule in self.config.asynchronous.schedules
+    def runs_windows(self) -> bool:
+        """Whether the tables of the schedule are windows, in which each stage updates its weights by itself."""
+        return has_windows(self.config.schedule)
 
     @cached_property
     def recompute(self) -> Recompute:
@@ -211,7 +212,7 @@ class Decision:
         """The table for this many micro-batches; by default that of training.
 
         Args:
-            num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
+            num_micro_batches: of a window it may be a list, with the number of each step.
             name: of another schedule.
             group_size: how many consecutive micro-batches depend on each other.
 
@@ -233,7 +234,7 @@ class Decision:
     @cached_property
     def table_of_step(self) -> Callable[[int, int, bool], Schedule]:
         """(micro-batches, size of their groups, whether stages are updated beside backwards) -> the table of a step of
-        a synchronous schedule. Each is made once."""
+        a schedule without windows. Each is made once."""
 
         @lru_cache(maxsize=64)
         def table(num_micro_batches: int, group_size: int, is_beside: bool) -> Schedule:

@@ -127,7 +127,7 @@ class Pipeline:
         weights_seed: the seed of the weights that were initialised here; None: all weights were there.
         links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
-        window: the table of the last window that has run under an asynchronous schedule.
+        window: the table of the last window that has run.
         stash_bytes: the most that old versions of weights have held in this process in that window.
         loss_scale: factor of the loss before backward, and so of the gradients, so that small gradients are not 0 in
             float16 (Micikevicius et al. 2018, section 3.2). If you set it, divide the gradients by it.
@@ -257,9 +257,9 @@ class Pipeline:
     plan = _of("decision", Decision.plan)
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether each stage updates its weights by itself, so that steps run in windows."""
-        return self.decision.is_asynchronous
+    def runs_windows(self) -> bool:
+        """Whether steps run in windows (`train_window`), in which each stage updates its weights by itself."""
+        return self.decision.runs_windows
 
     # ------------------------------------------------------------------ the whole model
 

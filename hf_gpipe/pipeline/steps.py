@@ -62,7 +62,7 @@ class Steps:
         self.adapter, self.world = self.decision.adapter, self.decision.world
         self._is_packing_verified = self.cutting.packing
         has_one = self.decision.config.num_stages > 1 and self.decision.given.num_micro_batches == 1
-        self._may_lack_overlap = self.world.is_main and has_one and not self.decision.is_asynchronous
+        self._may_lack_overlap = self.world.is_main and has_one and not self.decision.runs_windows
 
     def train_step(
         self,
@@ -123,7 +123,7 @@ class Steps:
         Raises:
             UserError: the schedule is synchronous.
         """
-        if not self.decision.is_asynchronous:
+        if not self.decision.runs_windows:
             raise UserError(
                 f"train_window: the schedule {self.decision.config.schedule!r} updates all stages together; call "
                 f"train_step, or use one of {', '.join(window_schedules())}"
@@ -198,7 +198,7 @@ class Steps:
         waits: bool,
         update_stage: Callable[[int], None] | None = None,
     ) -> LossAndNorm:
-        if self.decision.is_asynchronous:
+        if self.decision.runs_windows:
             raise UserError(
                 f"the schedule {self.decision.config.schedule!r} updates each stage by itself, after each step of a "
                 "window: call train_window, or use a synchronous schedule, such as 1f1b"

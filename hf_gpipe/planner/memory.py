@@ -75,7 +75,7 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
     """
     sums, visitors, table = layout.sums, layout.settings.visits.offload_weights, timeline.schedule
     stages = [layout.stages[number] for number in own]
-    converts = {"converts_once": not table.is_asynchronous}
+    converts = {"converts_once": not table.is_window}
     known = [sums.bytes_of(stage, **converts) for stage in stages]
     held, is_dealt = sums.held_by(stage.run for stage in stages), table.placement.is_dealt
     hosted = [sums.hosted(*stage.run, visitors, is_dealt=is_dealt) for stage in stages]
@@ -223,7 +223,7 @@ class MemoryBound:
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most bytes that stage `number` keeps with `live_graphs` stored graphs, and its other working memory."""
-        own = self._sums.bytes_of(stage, converts_once=not self._layout.table.is_asynchronous)
+        own = self._sums.bytes_of(stage, converts_once=not self._layout.table.is_window)
         sizes, trained, device, most = own.sizes, own.held.trainable_bytes, self._sums.device, self.most[number]
         always = own.held.num_bytes + own.fixed + own.converted
         always += self._ids + self._libraries[number] + self._stashes[number] * trained

@@ -88,7 +88,7 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
     why = [
         ("parts", _parts(plan)),
         ("time", time_why(plan)),
-        ("limit", "" if plan.timeline.schedule.is_asynchronous else limit_of_step(plan)),
+        ("limit", "" if plan.timeline.schedule.is_window else limit_of_step(plan)),
         ("saving", saving_text(plan)),
         (
             "layers",
@@ -170,7 +170,7 @@ def screen_text(plan: Plan) -> str:
 def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
     """Lines about how stale an asynchronous schedule's gradients are, and about the plan of a synchronous schedule."""
     table = plan.timeline.schedule
-    if not table.is_asynchronous:
+    if not table.is_window:
         return []
     late = "-".join(str(max(staleness(table, stage))) for stage in range(table.num_stages))
     other = plan.planner.plan(plan.settings.replace(schedule="1f1b"))

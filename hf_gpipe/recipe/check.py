@@ -7,7 +7,7 @@ import os
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.fields import Recipe, all_keys
 from hf_gpipe.recipe.strict_yaml import Locations
-from hf_gpipe.schedule import has_windows
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.settings.kinds import LABELLED, uses
 from hf_gpipe.text import show
 
@@ -45,9 +45,9 @@ def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
 
 def _check_training(recipe: Recipe) -> None:
     training, schedule = recipe.training, recipe.pipeline.schedule
-    if has_windows(schedule):
+    for check in functions_of_modes("key", "check_training"):
         try:
-            training.check_asynchronous(f"pipeline.schedule is {schedule}", scales_loss=training.fp16)
+            check(training, schedule, f"pipeline.schedule is {schedule}", scales_loss=training.fp16)
         except UserError as error:
             raise RecipeError(f"training.{error}.") from None
     if recipe.data.streaming and training.max_steps is None:

@@ -50,19 +50,6 @@ class TrainingMeaning:
         """Whether an update needs the loss or the norm of the whole gradient."""
         return self.clips or bool(self.fp16) or self.on_nonfinite_loss == "skip"
 
-    def check_asynchronous(self, schedule: str, *, scales_loss: bool) -> None:
-        """Raise UserError for what needs the gradients of all stages; `schedule` says that each updates by itself."""
-        if scales_loss:
-            raise UserError(
-                f"fp16 is true and {schedule}: the scale of the loss needs the gradients of all stages before an "
-                "update; use bf16, or a synchronous schedule, such as 1f1b"
-            )
-        if self.on_nonfinite_loss == "skip":
-            raise UserError(
-                f"on_nonfinite_loss is skip and {schedule}: the loss of a step is known after most stages have "
-                "updated; use stop or ignore, or a synchronous schedule, such as 1f1b"
-            )
-
 
 class TrainingSection(TrainingMeaning, Settings):
     """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""

@@ -45,7 +45,7 @@ class Wiring:
         actions = in_rows(schedule, own)
         # Other workers add to the gradients of a dealt stage.
         last = frozenset() if schedule.placement.is_dealt else last_backwards([action for _, action in actions])
-        if not schedule.is_asynchronous:
+        if not schedule.is_window:
             last |= {*[action for _, action in actions if action.kind.changes_weights][-1:]}
         places: Counter[int] = Counter()
         result = []

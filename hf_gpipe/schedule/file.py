@@ -56,7 +56,7 @@ def read_table(
             raise ScheduleError(
                 "the table has forwards only; a training step has a B for each F, and a U.", "process 0"
             )
-        if table.is_asynchronous:
+        if table.is_window:
             raise ScheduleError(
                 "the table has several steps, and a table that is read has one; leave the line out, or name the "
                 f"schedule, one of {', '.join(window_schedules())}, which makes a table for as many steps as run.",

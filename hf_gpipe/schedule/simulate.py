@@ -285,7 +285,7 @@ class _Clock:
                     spans.append(Span(lane[0], action, start, end))
 
         # Those of a synchronous table come last on every process: all reductions are known by then.
-        updates_last = (placement.has_replicas or placement.is_dealt) and not schedule.is_asynchronous
+        updates_last = (placement.has_replicas or placement.is_dealt) and not schedule.is_window
         order = sorted(self._order, key=lambda entry: updates_last and _is_update_of_all(entry[1].kind))
         for process, action in order:
             kind, lane = action.kind, _lane_of(placement, process, action)

@@ -47,12 +47,12 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     """One ordered list per worker."""
     steps: tuple[int, ...] | None = None
-    """The number of micro-batches of each step of an asynchronous table, whose stages update their weights after each
-    step by themselves. None: the table is synchronous and has one step, which all stages end together."""
+    """The number of micro-batches of each step of a window, whose stages update their weights after each step by
+    themselves. None: the table has one step, which all stages end together."""
     versions: frozenset[tuple[int, int, int]] = frozenset()
     """(stage, micro-batch, version) of those that read another version of the weights than the newest."""
     stashes: bool = True
-    """Whether a version that is still to be read is kept when an update replaces it. False, of an asynchronous table:
+    """Whether a version that is still to be read is kept when an update replaces it. False, of a window:
     a recomputation and a backward read the newest version, whatever their forward has read."""
 
     def __post_init__(self) -> None:
@@ -100,8 +100,8 @@ class Schedule:
         return Action(action.kind, action.stage, other)
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether each stage updates its weights by itself, after each step of the table."""
+    def is_window(self) -> bool:
+        """Whether it has several steps, after each of which each stage updates its weights by itself."""
         return self.steps is not None
 
     @property
@@ -361,7 +361,7 @@ class Schedule:
         Raises:
             ScheduleError: the table has fewer micro-batches, or none is asked for, or it is asynchronous.
         """
-        if self.is_asynchronous:
+        if self.is_window:
             raise ScheduleError(
                 f"the table {self.name!r} is asynchronous: build one with the steps that are asked for."
             )

@@ -70,7 +70,7 @@ def write_torch(table: Schedule) -> str:
     """
     kinds = {action.kind for row in table.actions for action in row}
     other = kinds - {FORWARD, BACKWARD, INPUT, WEIGHT, UPDATE, REDUCE}
-    if other or table.placement.has_replicas or table.is_asynchronous:
+    if other or table.placement.has_replicas or table.is_window:
         what = ", ".join(sorted(map(str, other))) or "replicas, or several steps"
         raise ScheduleError(f"torch's CSV has F, B, I and W alone, and the table has {what}; use recompute none.")
     rows = [[str(action) for action in row if action.kind not in (UPDATE, REDUCE)] for row in table.actions]

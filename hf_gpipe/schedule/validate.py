@@ -64,7 +64,7 @@ def _of_shape(schedule: Schedule) -> Iterator[Fault]:
             f"num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; both must be at least 1.",
             "num_stages" if num_stages < 1 else "num_micro_batches",
         )
-    if num_micro_batches % placement.group_size or (placement.group_size > 1 and schedule.is_asynchronous):
+    if num_micro_batches % placement.group_size or (placement.group_size > 1 and schedule.is_window):
         yield groups.fault(placement.group_size, num_micro_batches), groups.KEY
     if placement.num_stages != num_stages:
         yield (
@@ -211,7 +211,7 @@ def _of_order_in_process(schedule: Schedule) -> Iterator[Fault]:
                 continue
             if action.kind.changes_weights:
                 first_update = first_update or action
-            elif first_update is not None and not schedule.is_asynchronous:
+            elif first_update is not None and not schedule.is_window:
                 yield f"{action} comes after {first_update} on process {process}: updates come last.", process
 
 
@@ -232,7 +232,7 @@ def _of_visits(schedule: Schedule) -> Iterator[Fault]:
     for process in range(len(schedule.actions)):
         if (problem := wrong_visit(schedule, process)) is not None:
             yield f"{problem}; write L before and D after a run of a stage's actions.", process
-    if schedule.is_asynchronous and LOAD in schedule.kinds:
+    if schedule.is_window and LOAD in schedule.kinds:
         yield "its weights change within the table, so they cannot visit; leave L and D out.", "steps"
 
 
@@ -273,8 +273,8 @@ def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
     """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
     if not schedule.placement.is_dealt:
         return
-    if schedule.group_size > 1 or schedule.is_asynchronous or schedule.divides_head:
-        what: int | str = groups.KEY if schedule.group_size > 1 else "steps" if schedule.is_asynchronous else 0
+    if schedule.group_size > 1 or schedule.is_window or schedule.divides_head:
+        what: int | str = groups.KEY if schedule.group_size > 1 else "steps" if schedule.is_window else 0
         yield "its stages are dealt, so its rows are whole, it has one step and no S and T.", what
     numbers: dict[Action, int] = {}
     for process, row in enumerate(schedule.actions):
@@ -302,7 +302,7 @@ def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
 
 def _of_versions(schedule: Schedule) -> Iterator[Fault]:
     """Every version of the weights that a forward names is there when it is read."""
-    if not schedule.stashes and (schedule.versions or not schedule.is_asynchronous):
+    if not schedule.stashes and (schedule.versions or not schedule.is_window):
         also = "names versions" if schedule.versions else "has one step"
         yield f"it keeps no stashes (stashes: no), and {also}; leave the one or the other out.", "stashes"
     last = None

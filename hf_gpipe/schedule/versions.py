@@ -47,7 +47,7 @@ def num_stashes(schedule: Schedule, stage: int, process: int | None = None) -> i
 
     With weight stashing stage s of K keeps K-s-1 of them (arXiv 1806.03377, section 3.3).
     """
-    if not schedule.is_asynchronous:
+    if not schedule.is_window:
         return 0
     if process is None:
         return max(num_stashes(schedule, stage, worker) for worker in schedule.placement.workers[stage])

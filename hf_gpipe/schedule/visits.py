@@ -32,7 +32,7 @@ def with_visits(schedule: Schedule) -> Schedule:
     """
     if LOAD in schedule.kinds:
         return schedule
-    if schedule.is_asynchronous:
+    if schedule.is_window:
         raise ScheduleError(
             f"schedule {schedule.name!r} updates weights within a table, and weights that visit a device are dropped "
             "unchanged; use a synchronous schedule, such as breadth_first."

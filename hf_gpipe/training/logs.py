@@ -1,7 +1,4 @@
-"""The logs of a training: the mean loss since the last log, the last gradient norm and learning rate, and the speed.
-
-Under an asynchronous schedule, logs also say how stale the gradients of each stage were, in updates.
-"""
+"""The logs of a training: the mean loss since the last log, the last gradient norm and learning rate, and the speed."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import Any
 import transformers
 
 from hf_gpipe.libraries.transformers_trainer import speed_metrics
-from hf_gpipe.schedule import Schedule, staleness
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.meter import Meter
 from hf_gpipe.training.steps import TrainingLength
@@ -41,8 +37,8 @@ class Logs:
         #: The sums of the losses since the last log, and before it.
         self._loss = self._logged_loss = 0.0
         self._num_rows = 0
-        #: The updates by which each stage's gradients of micro-batches were late, since the last log.
-        self._staleness: list[list[int]] = []
+        #: The values of `add_values` since the last log.
+        self._values: dict[str, list[float]] = {}
 
     def announce(self, length: TrainingLength) -> None:
         """Tell the size of the training as Trainer does; it is shown with `log_level="info"`."""
@@ -63,10 +59,9 @@ class Logs:
             if value is not None:
                 logger.info(f"  {name} = {value:,}")
 
-    def add_window(self, table: Schedule) -> None:
-        """Note the table of a window that has run under an asynchronous schedule."""
-        late = [list(staleness(table, stage)) for stage in range(table.num_stages)]
-        self._staleness = [a + b for a, b in zip(self._staleness, late, strict=True)] if self._staleness else late
+    def add_values(self, name: str, values: Sequence[float]) -> None:
+        """Note values of a metric, whose mean is in the next log."""
+        self._values.setdefault(name, []).extend(values)
 
     def add_loss(self, loss: float, steps: int) -> None:
         """Add the loss of a step; `steps` is the number of steps before it."""
@@ -92,9 +87,8 @@ class Logs:
         if steps == 0:
             return None
         logs: dict[str, Any] = {"loss": self._loss / steps, "grad_norm": norm, "learning_rate": rate}
-        for stage, late in enumerate(self._staleness):
-            logs[f"staleness_stage_{stage}"] = sum(late) / len(late)
-        self._staleness = []
+        logs |= {name: sum(values) / len(values) for name, values in self._values.items()}
+        self._values = {}
         self._logged_loss += self._loss
         self._loss, self._logged_step = 0.0, step
         logs |= self.meter.read()

@@ -19,6 +19,7 @@ from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers_trainer import TrainOutput
 from hf_gpipe.planner.search.advice import advising
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.base import restore_callbacks
 from hf_gpipe.training.checkpoints import Checkpoints
@@ -30,8 +31,8 @@ from hf_gpipe.training.own_loader import OwnLoader
 from hf_gpipe.training.steps import TrainingLength, data_facts
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
 from hf_gpipe.training.trainer_interface import TrainerInterface
-from hf_gpipe.training.updates import Updates
-from hf_gpipe.training.windows import check_asynchronous, windows
+from hf_gpipe.training.updates import updates_of
+from hf_gpipe.training.windows import windows
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -73,7 +74,8 @@ class TrainingLoop:
         self._checkpoints.tidy()
         checkpoint = asked if is_whole else self._checkpoints.find(asked)
         optimizer, handler = prepare_optimizer(trainer, self._length.max_steps), trainer.callback_handler
-        check_asynchronous(trainer)
+        for check in functions_of_modes("training", "check"):
+            check(trainer)
         handler.optimizer, handler.lr_scheduler, handler.train_dataloader = optimizer, trainer.lr_scheduler, batches
         facts = data_facts(self._args, self._length)
         self._run = RunState(
@@ -95,7 +97,7 @@ class TrainingLoop:
         self._logs.announce(self._length)
         self._first_step = state.global_step
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
-        self._updates = Updates(trainer, self._logs)
+        self._updates = updates_of(trainer, self._logs)
         #: Gives the requests that `_agree` has sent last, if they may still have to be met; else None.
         self._sent: Callable[[], torch.Tensor] | None = None
         self._stop_request = StopRequest(self._world, self._args.stop_seconds, is_on=self._args.enable_jit_checkpoint)
@@ -165,8 +167,7 @@ class TrainingLoop:
             for number, group in enumerate(window):
                 if number:
                     self._trainer.fire("on_step_begin")
-                if self._pipe.is_asynchronous:
-                    self._updates.note_step_of_window(number, len(group))
+                self._updates.note_step(number, len(group))
                 self._count(group)
                 self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)

@@ -76,8 +76,8 @@ class Meter:
             peak_memory_bytes: the most bytes that a process has used since it started, of its device on CUDA, else of
                 CPU memory.
             peak_memory_bytes_stage_N: the peak memory of stage N's device or process, where there are several stages.
-            stash_bytes: the most bytes that a process has kept of old versions of weights in the last window, under an
-                asynchronous schedule.
+            stash_bytes: the most bytes that a process has kept of old versions of weights in the last window, where the
+                schedule has windows.
             bubble: the idle fraction of all processes in the timed updates, where there were any.
         """
         peaks = {stage: peak_memory_bytes({where}) for stage, where in self._pipe.world.stage_devices.items()}
@@ -103,7 +103,7 @@ class Meter:
         if (num_stages := self._pipe.num_stages) > 1:
             for stage in range(num_stages):
                 metrics[f"{STAGE_PEAK}{stage}"] = max(peaks.get(stage, 0) for _, peaks, *_ in everyone)
-        if self._pipe.is_asynchronous:
+        if self._pipe.runs_windows:
             metrics["stash_bytes"] = max(stashed for *_, stashed in everyone)
         if timed:
             # A step is as long as the longest process's part: the clocks of several machines cannot be compared.

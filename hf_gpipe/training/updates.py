@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import transformers
+from transformers import TrainerCallback
 
 from hf_gpipe.errors import NonFiniteError
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.shards import treats_parameters_alone
 from hf_gpipe.runtime.timing import ActionTime
@@ -18,9 +20,20 @@ from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.optim import step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.trainer_interface import TrainerInterface
-from hf_gpipe.training.windows import StageUpdates, callbacks_of_update
 
 logger = transformers.logging.get_logger(__name__)
+
+
+#: The events in the middle of an update.
+_EVENTS_OF_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
+
+
+def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[TrainerCallback, str]]:
+    """Yield the callbacks that are called in the middle of an update, each with the name of the event."""
+    for callback in callbacks:
+        for event in _EVENTS_OF_UPDATE:
+            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+                yield callback, event
 
 
 def are_beside(trainer: TrainerInterface) -> bool:
@@ -56,14 +69,12 @@ class Updates:
     """
 
     def __init__(self, trainer: TrainerInterface, logs: Logs) -> None:
-        self._trainer, self._logs = trainer, logs
+        self.trainer, self.logs = trainer, logs
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
         self.norm: float | None = None
         self.rate: float | None = None
         #: (number, loss and norm) of a step whose update did not wait for its loss and norm.
         self._late_numbers: tuple[int, LossAndNorm] | None = None
-        #: (loss, norm, learning rate) of each step of the last window.
-        self._window: list[tuple[float, float, float]] = []
         self._has_warned = False
         #: Of any step so far.
         self._most_rows = 0
@@ -73,22 +84,19 @@ class Updates:
 
     @property
     def wait(self) -> bool:
-        if _needs_numbers(self._trainer) or self._pipe.is_asynchronous:
+        if _needs_numbers(self.trainer):
             return True
         return self._world.num_processes == 1 and not self._is_beside
 
     def run(self, window: Sequence[Sequence[Batch]]) -> None:
-        """Make an update from one or more mini-batches, or the updates of a window under an asynchronous schedule."""
+        """Make the update of a step from its mini-batches, or the updates of a window."""
         self._scale_loss()
-        step = self._trainer.state.global_step + 1
+        step = self.trainer.state.global_step + 1
         is_whole = self._is_whole(window)
-        times = self._logs.meter.times(step, len(window), is_whole=is_whole)
+        times = self.logs.meter.times(step, len(window), is_whole=is_whole)
         if times is None and is_whole:
             times = self._slow_machines.times(len(window))
-        if self._pipe.is_asynchronous:
-            self._run_window(window, times)
-        else:
-            self._run_step(step, window[0], times)
+        self._run(step, window, times)
         self._slow_machines.count(len(window), times)
 
     def _is_whole(self, window: Sequence[Sequence[Batch]]) -> bool:
@@ -97,18 +105,19 @@ class Updates:
         self._most_rows = max(self._most_rows, rows)
         return rows == self._most_rows or self._args.size.known_rows is None
 
-    def note_step_of_window(self, number: int, num_mini_batches: int) -> None:
-        """Note the loss, the norm of the gradient and the rate of a step of the window that has run."""
-        for _ in range(num_mini_batches - 1):
-            self._trainer.fire("on_substep_end")
-        loss, norm, self.rate = self._window[number]
-        self._note(self._trainer.state.global_step + 1, loss, norm)
+    def note_step(self, number: int, num_mini_batches: int) -> None:
+        """Note the numbers of a step of the window that has run. The numbers of a single step are noted when it runs.
+
+        Args:
+            number: of the step in the window.
+            num_mini_batches: of the step.
+        """
 
     def read_late_numbers(self) -> None:
         """Wait for the loss and the norm of a step whose update did not need them."""
         if self._late_numbers is not None:
             (step, numbers), self._late_numbers = self._late_numbers, None
-            self._note(step, *numbers().tolist())
+            self.note(step, *numbers().tolist())
 
     def _scale_loss(self) -> None:
         """Let the next backwards use the present scale, which an update may have changed."""
@@ -116,10 +125,11 @@ class Updates:
 
     @property
     def _scale(self) -> float:
-        return 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
+        return 1.0 if self.trainer.scaler is None else self.trainer.scaler.scale
 
-    def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
-        for _ in range(self._trainer.updates_per_step - 1):
+    def _run(self, step: int, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
+        (group,) = window
+        for _ in range(self.trainer.updates_per_step - 1):
             self._pipe.steps.train_on(group, None, self._update_between)
             self._pipe.zero_grad()
             self._scale_loss()
@@ -133,17 +143,9 @@ class Updates:
             self._late_numbers = step, numbers
         self._pipe.zero_grad()
 
-    def _run_window(self, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
-        """Run the steps of a window under an asynchronous schedule, in which each stage updates by itself."""
-        updates = StageUpdates(self._trainer, self._trainer.lr_scheduler)
-        numbers = self._pipe.train_window(window, updates, times).tolist()
-        assert self._pipe.window is not None
-        self._logs.add_window(self._pipe.window)
-        self._window = [(loss, norm, updates.rate(step)) for step, (loss, norm) in enumerate(numbers)]
-
     def _update_stage(self, stage: int) -> None:
         """Update a dealt stage, beside backwards."""
-        step_stage(self._trainer, stage)
+        step_stage(self.trainer, stage)
 
     def _update(
         self,
@@ -161,35 +163,35 @@ class Updates:
             norm: the norm of the whole gradient.
             is_done: whether the stages are updated already.
         """
-        optimizer, scheduler = self._trainer.made_optimizer(), self._trainer.lr_scheduler
+        optimizer, scheduler = self.trainer.made_optimizer(), self.trainer.lr_scheduler
         for _ in range(num_mini_batches - 1):
-            self._trainer.fire("on_substep_end")
+            self.trainer.fire("on_substep_end")
         is_applied = True
         if loss is not None and norm is not None:
-            is_applied = self._note(self._trainer.state.global_step + 1, float(loss), self._clipped(norm))
-        self._trainer.fire("on_pre_optimizer_step")
+            is_applied = self.note(self.trainer.state.global_step + 1, float(loss), self._clipped(norm))
+        self.trainer.fire("on_pre_optimizer_step")
         if is_applied and not is_done:
             optimizer.step()
-        self._trainer.fire("on_optimizer_step")
+        self.trainer.fire("on_optimizer_step")
         self.rate = float(optimizer.param_groups[0]["lr"])
         if is_applied and not takes_metric(scheduler):
             scheduler.step()
 
     def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Make an update that is not the last of its step: the rate stays, and nothing is logged."""
-        if self._is_applied(self._trainer.state.global_step + 1, float(loss), self._clipped(norm)):
-            self._trainer.made_optimizer().step()
+        if self._is_applied(self.trainer.state.global_step + 1, float(loss), self._clipped(norm)):
+            self.trainer.made_optimizer().step()
 
     def _clipped(self, norm: torch.Tensor) -> float:
         """Divide the gradients by the loss's scale and clip them. Returns the norm of the gradient before clipping."""
         own = float(norm) / self._scale
-        if self._trainer.scaler is not None:
-            self._trainer.scaler.unscale_(self._pipe.parameters())
+        if self.trainer.scaler is not None:
+            self.trainer.scaler.unscale_(self._pipe.parameters())
         if self._args.clips:
             self._pipe.clip_grad_norm_(self._args.max_grad_norm, own)
         return own
 
-    def _note(self, step: int, loss: float, norm: float) -> bool:
+    def note(self, step: int, loss: float, norm: float) -> bool:
         """Note the loss and the norm of a step. Returns whether its gradients are applied."""
         is_applied = self._is_applied(step, loss, norm)
         if loss == norm == 0 and not self._has_warned and self._world.is_main:
@@ -199,12 +201,12 @@ class Updates:
                 "no target (all labels are -100): look at the rows, and whether max_length cuts off the targets"
             )
         self.norm = norm
-        self._logs.add_loss(loss, step - 1)
+        self.logs.add_loss(loss, step - 1)
         return is_applied
 
     def _is_applied(self, step: int, loss: float, norm: float) -> bool:
         """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
-        scaler, reaction = self._trainer.scaler, self._args.on_nonfinite_loss
+        scaler, reaction = self.trainer.scaler, self._args.on_nonfinite_loss
         has_overflowed = scaler is not None and not math.isfinite(norm)
         if scaler is not None:
             scaler.update(has_overflowed)
@@ -219,3 +221,9 @@ class Updates:
         if reaction == "skip" and self._world.is_main:
             logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
         return reaction == "ignore" and not has_overflowed
+
+
+def updates_of(trainer: TrainerInterface, logs: Logs) -> Updates:
+    """Runs the steps of a training as its mode does (`hf_gpipe.modes`)."""
+    found = (make(trainer, logs) for make in functions_of_modes("training", "updates"))
+    return next((updates for updates in found if updates is not None), None) or Updates(trainer, logs)

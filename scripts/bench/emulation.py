@@ -228,7 +228,7 @@ class _Pipeline:
         if self.replicas is not None:
             self.replicas.begin()
         run = partial(self.executor.run, self.table, self.micro_batches, is_measured=True)
-        if self.table.is_asynchronous:
+        if self.table.is_window:
             # Stages that wait have no weights: an update takes no time.
             times.extend(run(update_stage=lambda stage, step: None).times)
         elif HOST_UPDATE in self.table.kinds:

@@ -367,7 +367,7 @@ def _with_head(config: Any, head: str) -> nn.Module:
 
 def _steps(pipe: Pipeline, config: PreTrainedConfig, run: Run) -> list[tuple[float, float]]:
     batches = [_batch(config, run, seed) for seed in range(STEPS)]
-    if pipe.is_asynchronous:
+    if pipe.runs_windows:
         of_stages = {stage: _optimizer(model.parameters.values()) for stage, model in pipe.models.items()}
         pairs = pipe.train_window([[batch] for batch in batches], lambda stage, *_: of_stages[stage].step()).tolist()
         return [(loss, norm) for loss, norm in pairs]

@@ -13,7 +13,7 @@ class Builder(ModeBuilder):
 
     def check(self) -> None:
         building = self.building
-        if building.decision.is_asynchronous:
+        if building.decision.runs_windows:
             check_no_batch_norm(building.decision)
             _check_no_tie(building.decision, building.parameters)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.asynchronous.table import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.schedule import has_windows
 from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Keys, Mode
+
+if TYPE_CHECKING:  # settings are made before recipes
+    from hf_gpipe.recipe.training import TrainingMeaning
 
 
 class Asynchronous(Mode):
@@ -32,3 +36,26 @@ class Asynchronous(Mode):
 
 
 FIELDS = {"asynchronous": (Asynchronous, Asynchronous)}
+
+
+def check_training(training: TrainingMeaning, schedule: str | None, what: str, *, scales_loss: bool) -> None:
+    """Raise UserError for arguments that need the gradients of all stages, where each stage updates by itself.
+
+    Args:
+        training: the arguments.
+        schedule: the schedule's name.
+        what: words that say so.
+        scales_loss: whether the loss is scaled.
+    """
+    if not has_windows(schedule or ""):
+        return
+    if scales_loss:
+        raise UserError(
+            f"fp16 is true and {what}: the scale of the loss needs the gradients of all stages before an update; use "
+            "bf16, or a synchronous schedule, such as 1f1b"
+        )
+    if training.on_nonfinite_loss == "skip":
+        raise UserError(
+            f"on_nonfinite_loss is skip and {what}: the loss of a step is known after most stages have updated; use "
+            "stop or ignore, or a synchronous schedule, such as 1f1b"
+        )

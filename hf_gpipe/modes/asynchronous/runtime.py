@@ -24,7 +24,7 @@ class State(ModeState):
         self.versions: dict[int, Versions] = {}
 
     def prepare(self, schedule: Schedule) -> None:
-        rows = self.rows.values() if schedule.is_asynchronous else ()
+        rows = self.rows.values() if schedule.is_window else ()
         stages = {number: stage for row in rows for number, stage in row.items()}
         self.versions = {number: Versions(stage.model.parameters.values()) for number, stage in stages.items()}
 
@@ -43,7 +43,7 @@ class State(ModeState):
 
     def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
         """Let an action read its version of the weights, and let U update its own stage."""
-        use = _uses(schedule, worker)[action] if schedule.is_asynchronous else None
+        use = _uses(schedule, worker)[action] if schedule.is_window else None
         if use is None:
             return performed
         if action.kind.changes_weights:

@@ -31,7 +31,7 @@ def smaller_bubble(plan: Plan) -> str:
     settings, table, planner = plan.settings, plan.timeline.schedule, plan.planner
     is_made = settings.schedule == TABLE_FILE
     is_given = is_table_file(settings.schedule) and not is_made
-    if plan.bubble <= SMALL_BUBBLE or not plan.fits or table.is_asynchronous or is_given:
+    if plan.bubble <= SMALL_BUBBLE or not plan.fits or table.is_window or is_given:
         return ""
     plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
     best = next(filter(can_run, plans), plan)

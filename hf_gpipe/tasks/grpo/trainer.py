@@ -166,7 +166,7 @@ class PipelineGRPOTrainer(TaskTrainer):
     def _take_pipeline(self) -> None:
         super()._take_pipeline()
         pipe = self.pipe
-        if pipe.is_asynchronous:
+        if pipe.runs_windows:
             raise UserError(
                 f"schedule {pipe.config.schedule!r}: completions are those of the newest weights, and a window has "
                 "several steps; use a synchronous schedule, such as 1f1b"

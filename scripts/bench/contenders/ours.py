@@ -46,7 +46,7 @@ class Ours:
         self.optimizer = optimizer(self.pipe.parameters())
         if options.zero:
             self.pipe.shard_optimizer(self.optimizer)
-        if self.pipe.is_asynchronous:
+        if self.pipe.runs_windows:
             models = self.pipe.models.items()
             self.of_stage = {number: optimizer(model.parameters.values()) for number, model in models}
         if not options.length_bucketing:
@@ -54,7 +54,7 @@ class Ours:
             self.batch.pop("attention_mask", None)
 
     def step(self) -> float | None:
-        if self.pipe.is_asynchronous:
+        if self.pipe.runs_windows:
             self.pipe.train_window([[self.batch]] * self.num_updates, lambda stage, *_: self.of_stage[stage].step())
             return None  # later updates use older weights than the other contenders'
         for _ in range(self.num_updates):
