@@ -27,6 +27,7 @@ from transformers import BartConfig, GPT2Config, MT5Config, PreTrainedConfig, T5
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.of_model import planner_of
@@ -36,7 +37,6 @@ from hf_gpipe.planner.search.meshes import with_mesh
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import Costs, Placement
-from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -154,7 +154,7 @@ def emulated(plan: Plan, name: str, scale: float) -> Emulated:
     ]
     named = {name: scaled(getattr(costs, f"{name}_seconds")) for name in ("forward", "backward", "weight", "reduce")}
     inputs = [whole - weight for whole, weight in zip(named["backward"], named["weight"], strict=True)]
-    heads = {kind: scaled(costs.others[kind]) for kind in (LOGITS, LOGITS_GRADIENT) if schedule.divides_head}
+    heads = {kind: scaled(costs.others[kind]) for kind in (LOGITS, LOGITS_GRADIENT) if schedule.has_turns}
     return Emulated(
         schedule,
         Costs(

@@ -31,10 +31,10 @@ from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
-from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule import Costs, Schedule, build, has_windows, placement_for
-from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, RECOMPUTE
+from hf_gpipe.schedule.kinds import DROP, LOAD, RECOMPUTE
 from hf_gpipe.schedule.updates import with_updates_beside
 
 KIBIBYTE = 1024

@@ -20,7 +20,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.modes.divided_head import head_part
-from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD, HELD_LOGITS
 from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.search.choose import best_plan
@@ -65,7 +65,7 @@ def test_a_step_is_as_short_as_with_stages_that_share_the_head(
     for stage, most in enumerate(most_of_equal_stages(table)):
         under_way = table.num_micro_batches if name == "vocab_gpipe" else num_stages - stage + 2
         assert most[Held.GRAPH] <= under_way
-        assert most[Held.LOGITS] <= 2
+        assert most[HELD_LOGITS] <= 2
 
 
 def test_wrong_tables_and_placements_are_errors() -> None:

@@ -49,7 +49,7 @@ def check_model(recipe: Recipe) -> None:
     if isinstance(pipeline.num_stages, int):
         # By cost the planner cuts; whether there are enough layers is seen by any cut.
         strategy = "count" if pipeline.is_cut_by_cost else pipeline.partition
-        cut(len(adapter.layers), pipeline.num_stages, strategy, divides_head=pipeline.divides_head)
+        cut(len(adapter.layers), pipeline.num_stages, strategy, shares_last=pipeline.shares_last_layer)
 
 
 def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapter:

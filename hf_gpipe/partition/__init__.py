@@ -18,7 +18,7 @@ COST_STRATEGIES = ("parameters", "flops", "profile")
 
 
 def partition(
-    num_layers: int, num_stages: int, strategy: str | Sequence[int] = COUNT, *, divides_head: bool = False
+    num_layers: int, num_stages: int, strategy: str | Sequence[int] = COUNT, *, shares_last: bool = False
 ) -> tuple[range, ...]:
     """The layers of each stage, as consecutive ranges that hold every layer exactly once and in order.
 
@@ -26,7 +26,7 @@ def partition(
         num_layers: the length of the adapter's list: embeddings, blocks, norms and heads, not blocks alone.
         num_stages: K, between 1 and `num_layers`.
         strategy: `COUNT`, or the number of layers of each stage, for example [3, 4, 2].
-        divides_head: whether every stage has a part of the last layer. It is counted to the last stage, which then has
+        shares_last: whether every stage has a part of the last layer. It is counted to the last stage, which then has
             another layer as well.
 
     Raises:
@@ -34,7 +34,7 @@ def partition(
     """
     if num_stages < 1:
         raise PartitionError(f"num_stages is {num_stages}; use at least 1.")
-    if num_stages > num_layers - (divides_head and isinstance(strategy, str)):
+    if num_stages > num_layers - (shares_last and isinstance(strategy, str)):
         raise PartitionError(
             f"num_stages is {num_stages}, but the model has {num_layers} layers and every stage needs at least one; "
             f"use num_stages of at most {num_layers}, or a deeper model."
@@ -52,8 +52,8 @@ def partition(
             f"partition {strategy!r} is unknown; use one of {', '.join(names)}, or a list with the number of "
             f"layers of each stage{nearest(strategy, names)}"
         )
-    counts = by_count(num_layers - divides_head, num_stages)
-    return _ranges((*counts[:-1], counts[-1] + divides_head))
+    counts = by_count(num_layers - shares_last, num_stages)
+    return _ranges((*counts[:-1], counts[-1] + shares_last))
 
 
 def _checked(counts: Sequence[int], num_layers: int, num_stages: int) -> Sequence[int]:

@@ -163,8 +163,8 @@ class Forwards:
             if self.decision.loss.compares_units and not options.is_likelihood_only:
                 with torch.no_grad():
                     micro_batches = self.compared(micro_batches)
-            name = "vocab_forward_only" if self.decision.full_table.divides_head else "forward_only"
-            table = self.decision.schedule(len(micro_batches), name)
+            names = (kind.evaluation for kind in self.decision.full_table.kinds if kind.evaluation is not None)
+            table = self.decision.schedule(len(micro_batches), next(names, "forward_only"))
             outputs = self.executor.run(table, micro_batches, options).outputs
         outputs = outputs if self.world.place == 0 else {}  # the ranks of a worker have the same
         return Evaluation.gathered(outputs, [micro_batch.num_rows for micro_batch in micro_batches], self.world)

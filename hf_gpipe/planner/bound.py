@@ -72,6 +72,6 @@ def _shorter(plan: Plan) -> dict[str, float]:
             )
             for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies and kind in table.kinds)
         },
-        "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, head_transfer_seconds=0.0),
+        "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, turn_transfer_seconds=0.0),
     }
     return {what: float(simulate(table, less).total_seconds) / table.num_steps for what, less in without.items()}

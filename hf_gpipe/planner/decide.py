@@ -64,7 +64,7 @@ class Planning:
         config = config.replace(speeds=self._speeds(config))
         if config.is_decided:
             num_stages, _ = config.mesh
-            stages = cut(len(self.adapter.layers), num_stages, config.partition, divides_head=config.divides_head)
+            stages = cut(len(self.adapter.layers), num_stages, config.partition, shares_last=config.shares_last_layer)
             return config.decided(partition=tuple(map(len, stages))), None, self.inputs.tables.get(config.schedule)
         if self.world.has_several_machines:
             measure_machines(self.world)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOGITS
 from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
@@ -230,12 +231,12 @@ class MemoryBound:
         always += (1 + device.reserved_working_share) * trained + self._layout.state_bytes(number, own.owned)
         coming = live_graphs * sizes[Held.GRAPH] + sum(most[held] * sizes.get(held, 0) for held in _KEPT)
         forward = sizes[Held.FORWARD] - self._sums.graph_bytes(stage)
-        working = max(sizes.get(Held.HEAD, 0), forward, sizes[Held.BACKWARD], sizes[Held.FORWARD_ONLY])
+        working = max(sizes.get(HEAD_WORKING, 0), forward, sizes[Held.BACKWARD], sizes[Held.FORWARD_ONLY])
         return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * working
 
 
 #: The things that wait between actions, beside graphs.
 _KEPT = (
     *(Held.INPUT, Held.GRADIENT, Held.DEFERRED, Held.ROW, Held.ROW_GRADIENTS),
-    *(Held.HEAD_INPUT, Held.LOGITS),
+    *(HEAD_INPUT, HELD_LOGITS),
 )

@@ -339,7 +339,7 @@ class Planner(Processes):
 
     def _sums_of(self, settings: DecidedConfig) -> tuple[StageCosts, Sequence[StageCosts]]:
         given = self.inputs.tables.get(settings.schedule)
-        divides_head = settings.divides_head if given is None else given.divides_head
+        divides_head = settings.shares_last_layer if given is None else given.has_turns
         return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
 
     def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[StageCosts, Sequence[StageCosts]]:
@@ -366,7 +366,7 @@ class Planner(Processes):
         ]
 
     def _library_bytes(self, table: Schedule) -> Sequence[int]:
-        placement, divides_head = key = table.placement, table.divides_head
+        placement, divides_head = key = table.placement, table.has_turns
         if key not in self._of_libraries:
             self._of_libraries[key] = library_bytes(self, placement, divides_head=divides_head)
         return self._of_libraries[key]

@@ -68,7 +68,7 @@ def costs_of_table(layout: Layout) -> Costs:
         reduce_seconds=[
             network.reduce_seconds(number, sums.held(*stage.run).trainable_bytes) for number, stage in enumerate(stages)
         ],
-        head_transfer_seconds=sum(own(layout) for own in functions_of_modes("cost", "head_transfer_seconds")),
+        turn_transfer_seconds=sum(own(layout) for own in functions_of_modes("cost", "turn_transfer_seconds")),
         others=others,
     )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel, narrowed
 from hf_gpipe.runtime.mesh import Mesh
-from hf_gpipe.schedule.messages import Link, communicators, head_communicators, links_between
+from hf_gpipe.schedule.messages import Link, communicators, links_between
 
 
 @dataclass(frozen=True)
@@ -39,60 +39,19 @@ def connect(
         sent: dtype in which wider floating-point tensors are sent, also between stages of one process, so that the
             numbers do not depend on the number of processes. None: each tensor is sent in its own dtype.
     """
-    links = {link: _communicator(world, link) for link in communicators(world.placement)}
+    links = {link: communicator(world, link) for link in communicators(world.placement)}
     edges: dict[tuple[int, int, int], Edge] = {}
     for stage, worker, following in world.placement.edges:
         if {worker, following} & {*world.workers}:
             dtypes, stages = partial(dtype_of, stage + 1), (stage, stage + 1)
-            edge = _edge(world, links, stages, (worker, following), stage, partial(_sent_dtype, dtypes, sent))
+            edge = connect_edge(world, links, stages, (worker, following), stage, partial(_sent_dtype, dtypes, sent))
             if sent is not None:
                 edge.down.narrow = edge.up.narrow = sent, dtypes
             edges[stage, worker, following] = edge
     return edges
 
 
-def connect_head(world: Mesh, dtype_of: Callable[[str], torch.dtype]) -> dict[tuple[int, int, int], Edge]:
-    """Create the edges between this process's stages and the last stage, for the messages of a divided head.
-
-    Every process must call it.
-
-    Args:
-        dtype_of: function from a tensor's name to its dtype.
-    """
-    placement = world.placement
-    last = placement.num_stages - 1
-    links = {link: _communicator(world, link) for link in head_communicators(placement)}
-    return {
-        (stage, worker, end): _edge(world, links, (stage, last), (worker, end), last + stage, dtype_of)
-        for stage, worker, end in placement.head_edges
-        if world.worker in (worker, end)
-    }
-
-
-def connect_relays(world: Mesh) -> dict[tuple[int, int, int], Channel]:
-    """The channels between this process's workers and those of other processes, by (stage, sender, receiver).
-
-    They exist where stages are dealt. A message says that the gradients of a visit of the stage's weights have arrived
-    in CPU memory.
-    """
-    placement = world.placement
-    if not placement.is_dealt or world.num_processes == 1:
-        return {}
-    cpu, first = torch.device("cpu"), 2 * placement.num_stages
-    group, own = world.group_on(cpu), {*world.workers}
-    return {
-        (stage, sender, receiver): RemoteChannel(
-            world.peer(receiver if sender in own else sender), first + stage, group, cpu, lambda _: torch.uint8
-        )
-        for stage in range(placement.num_stages)
-        for crew in placement.crews
-        for sender in crew
-        for receiver in crew
-        if (sender in own) != (receiver in own)
-    }
-
-
-def _edge(
+def connect_edge(
     world: Mesh,
     links: Mapping[Link, dist.ProcessGroup],
     stages: tuple[int, int],
@@ -126,7 +85,7 @@ def _within(source: torch.device, target: torch.device) -> Channel:
     return LocalChannel(target)
 
 
-def _communicator(world: Mesh, link: Link) -> dist.ProcessGroup:
+def communicator(world: Mesh, link: Link) -> dist.ProcessGroup:
     """On NCCL a communicator of two ranks, ready to use; on gloo that of all ranks, where tags separate channels."""
     if world.device.type != "cuda":
         return world.group_on(world.device)

@@ -19,11 +19,8 @@ from typing import TypeAlias
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.kinds import (
     BACKWARD,
-    FORWARD,
     INPUT,
     KINDS,
-    LOGITS,
-    LOGITS_GRADIENT,
     ActionKind,
     kind_of,
 )
@@ -116,18 +113,6 @@ def _letters(*, is_of_mini_batch: bool) -> str:
 
 Split: TypeAlias = AbstractSet[tuple[int, int | None]]
 """The (stage, micro-batch) pairs that have I and W in place of B."""
-
-
-def head_sources(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """The actions of other stages whose messages about a divided head an action receives."""
-    last, m = num_stages - 1, action.micro_batch
-    if m is None:
-        return ()
-    if action.stage < last:
-        source = {LOGITS: FORWARD, LOGITS_GRADIENT: LOGITS}.get(action.kind)
-        return () if source is None else (Action(source, last, m),)
-    of_all = LOGITS if action.kind == LOGITS else LOGITS_GRADIENT if action.kind.takes_gradient else None
-    return () if of_all is None else tuple(Action(of_all, stage, m) for stage in range(last))
 
 
 def gradient_action(stage: int, micro_batch: int | None, split: Split) -> Action:

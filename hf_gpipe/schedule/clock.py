@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, gradient_action, head_sources
-from hf_gpipe.schedule.kinds import INPUT, LOGITS, needs_of
+from hf_gpipe.schedule.actions import Action, gradient_action
+from hf_gpipe.schedule.kinds import INPUT, needs_of
 from hf_gpipe.schedule.placement import Placement
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
-    """The order of each process, from the order of each stage (F, R, B, I and W; S and T are two orders more).
+    """The order of each process, from the order of each stage (F, R, B, I and W; kinds with a turn are in further
+    orders).
 
     Of a stage with replicas only the order within each replica counts.
 
@@ -41,8 +42,9 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
     queues = [queue for order in stage_orders for queue in by_worker(order, placement)]
     process_orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     kinds = {action.kind for queue in queues for action in queue}
-    is_divided = LOGITS in kinds
-    if len(placement.places) == placement.num_processes and not is_divided:
+    has_turns = any(kind.turn for kind in kinds)
+    further_sources = [kind.sources for kind in kinds if kind.sources is not None]
+    if len(placement.places) == placement.num_processes and not has_turns:
         for queue in queues:
             process_orders[_worker_of(queue[0], placement)] = queue
         return process_orders
@@ -70,13 +72,14 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         action = queues[number][next_index[number]]
         awaited = [Action(kind, action.stage, action.micro_batch) for kind in needs[action.kind]]
         awaited += [source] if (source := action.source(num_stages, split)) else []
-        awaited += head_sources(action, num_stages) if is_divided else ()
+        for sources in further_sources:
+            awaited += sources(action, num_stages)
         if missing := [need for need in awaited if need not in finished_at]:
             watching.setdefault(missing[0], []).append(number)
             return
         place = placement.place_of(_worker_of(action, placement), action.stage)
         start = max(free_at.get(place, 0), *(finished_at[need] for need in awaited), 0)
-        fills, rank = False, way(action, num_stages) * (1 if is_divided else -1)
+        fills, rank = False, way(action, num_stages) * (1 if has_turns else -1)
         if action.kind.fills_idle:
             gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)
             if gradient is not None and gradient not in finished_at:

@@ -20,12 +20,6 @@ For stage s and micro-batch m:
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
     D  drops them again, where they have not changed, and copies the gradients that the visit has made to the host. A
        stage has L and D only where its weights visit
-    S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
-       parallelism, arXiv 2411.05288, section 4). The last stage sends the hidden states to all others, and each sends
-       back the few sums that the loss needs of its part. S of the last stage receives all sums and computes the loss
-    T  takes the sums over the whole vocabulary from S of the last stage, adds to the gradients of the stage's part of
-       the head, and sends what this part adds to the gradient of the hidden states to the last stage, whose B begins
-       from that
 
 `add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it. Modes add
 kinds of their own (`hf_gpipe.modes`).
@@ -97,13 +91,6 @@ class Held(StrEnum):
     ROW_GRADIENTS = "gradients of a row"
     """The gradients of these tensors, from the group's first B or I on."""
 
-    HEAD_INPUT = "head input"
-    """The hidden states that S receives."""
-    LOGITS = "logits"
-    """The logits of a part of the vocabulary with their hidden states, from the end of S to the end of T."""
-    HEAD = "head"
-    """The working memory of S or T."""
-
     __hash__ = str.__hash__
 
 
@@ -134,7 +121,13 @@ class ActionKind(str):
     sends: bool = False
     """Whether it waits for the message that the stage before it on that way sends, and sends one on."""
     turn: int = 0
-    """The number of the action's step between the way down and the way up of a divided head: 1 of S, 2 of T."""
+    """The number of the action's turn between its micro-batch's way down and its way up, counted from 1; 0: it has
+    none."""
+    sources: Callable[[Any, int], tuple[Any, ...]] | None = None
+    """(action, K) -> the actions of other stages whose messages an action receives beside those of its neighbours, in a
+    table that has the kind."""
+    evaluation: str | None = None
+    """The schedule of evaluations beside a table that has the kind; None: forward_only."""
     fills_idle: bool = False
     """Whether it may run while the gradient of its micro-batch is still on its way."""
     is_of_mini_batch: bool = False
@@ -166,7 +159,7 @@ class ActionKind(str):
     """The value of `recompute` of a stage that has such actions in a table's file; None: they say nothing of it."""
     check: Callable[[Any], Iterator[Fault]] | None = None
     """Yields what is wrong in a `Schedule` that has the kind; None: nothing else can be."""
-    receives: Held | None = None
+    receives: str | None = None
     """The thing that its message is while it waits, until the action begins or another action frees it."""
     makes: str | None = None
     """The thing that the stage holds from the end of this action to the end of the action that frees it. Where several
@@ -235,7 +228,6 @@ def awaited_by(kind: ActionKind) -> tuple[ActionKind, ...]:
 _ONCE, _PARTS = "it must occur exactly once.", "a backward is one B, or one I and one W."
 _REDUCED = "every replica of a stage reduces its gradients once in a step."
 _UPDATED = "a training step updates each stage once."
-_DIVIDED = "where the head is divided, each stage has S and in training T of each micro-batch."
 _HALF, _USED = ("backward_seconds", Fraction(1, 2)), (Held.INPUT, Held.GRAPH)
 
 # The records as a table. F frees its input unless a backward comes, which needs it longer.
@@ -280,12 +272,4 @@ LOAD = add_kind(ActionKind(
     "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
     needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,
     is_of_visit=True, copies="weights", in_training_only=False, reads_weights=False))
-LOGITS = add_kind(ActionKind(
-    "S", "logits", (), "forward", "#7d8fd1", ticks=Fraction(1, 4),
-    needs=(FORWARD,), way=0, turn=1, rule=_DIVIDED, is_optional=True, in_training_only=False,
-    receives=Held.HEAD_INPUT, makes=Held.LOGITS, frees=(Held.HEAD_INPUT,), working=Held.HEAD))
-LOGITS_GRADIENT = add_kind(ActionKind(
-    "T", "gradient of logits", (), "backward", "#3d5a9e", "white", ticks=Fraction(1, 2),
-    needs=(LOGITS,), needed_by=(BACKWARD, INPUT), after_update=True, way=0, turn=2, rule=_DIVIDED, is_optional=True,
-    frees=(Held.LOGITS,), working=Held.HEAD))
 # fmt: on

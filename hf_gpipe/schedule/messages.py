@@ -96,15 +96,11 @@ def communicators(placement: Placement) -> tuple[Link, ...]:
 
     On NCCL a process has a two-rank communicator for each link that it is an end of.
     """
-    return _links(placement, ((*edge, edge[0] + 1) for edge in placement.edges))
+    return links_of(placement, ((*edge, edge[0] + 1) for edge in placement.edges))
 
 
-def head_communicators(placement: Placement) -> tuple[Link, ...]:
-    """The links of the messages about a divided head, as `communicators` has those of the others."""
-    return _links(placement, ((*edge, placement.num_stages - 1) for edge in placement.head_edges))
-
-
-def _links(placement: Placement, edges: Iterable[tuple[int, int, int, int]]) -> tuple[Link, ...]:
+def links_of(placement: Placement, edges: Iterable[tuple[int, int, int, int]]) -> tuple[Link, ...]:
+    """The links between processes of edges (stage, its worker, the other stage's worker, the other stage)."""
     links = [link for edge in edges for link in links_between(placement, *edge)]
     ranks_of = placement.ranks_of
     return tuple(dict.fromkeys(link for link in links if ranks_of(link.sender) != ranks_of(link.receiver)))

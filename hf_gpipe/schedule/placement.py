@@ -336,12 +336,7 @@ class Placement:
         if self.is_dealt:
             every = [(worker, other) for crew in self.crews for worker in crew for other in crew]
             return tuple(sorted((stage, *pair) for stage in range(self.num_stages - 1) for pair in every))
-        return _edges(pairwise(self.workers))
-
-    @property
-    def head_edges(self) -> tuple[tuple[int, int, int], ...]:
-        """The pairs of workers that exchange messages about a divided head: (stage, its worker, the last stage's)."""
-        return _edges((own, self.workers[-1]) for own in self.workers[:-1])
+        return edges_between(pairwise(self.workers))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -349,7 +344,7 @@ class Placement:
         return tuple(dict.fromkeys(own for own in self.workers if len(own) > 1))
 
 
-def _edges(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[tuple[int, int, int], ...]:
+def edges_between(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[tuple[int, int, int], ...]:
     """The edges of stages, from the workers of each stage and of the stage that it exchanges micro-batches with."""
     edges = set()
     for stage, (own, others) in enumerate(pairs):

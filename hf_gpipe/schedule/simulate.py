@@ -70,8 +70,8 @@ class Costs:
     """The time of W, the gradients of the stage's weights. None: half of the backward."""
     others: Mapping[str, Seconds | Sequence[Seconds]] | None = None
     """The times of kinds of actions whose record names no field of this class, by letter. A missing kind takes 0."""
-    head_transfer_seconds: Seconds = 0
-    """The time in which hidden states go from the last stage to all others, or gradients back, for a divided head."""
+    turn_transfer_seconds: Seconds = 0
+    """The time of the messages to actions of the first turn, and from those of the last."""
 
     def of(self, kind: ActionKind) -> tuple[str, OfStages, Fraction | int]:
         """The price of an action of a kind: the name of the cost, the cost, and the share of it."""
@@ -250,7 +250,7 @@ class _Clock:
             _check_count(stages, num_stages, name, "stages")
             self._seconds[kind] = [_each_member(of_stage, schedule.group_size, name, share) for of_stage in stages]
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
-        self._head_seconds = costs.head_transfer_seconds
+        self._turn_seconds = costs.turn_transfer_seconds
         self._schedule = schedule
         self._order = executable_order(schedule)
         self._free_at: dict[_Lane, Seconds] = {}
@@ -329,8 +329,8 @@ class _Clock:
                 arrives_at[action, consumer] = end
                 target = schedule.worker_of(consumer)
                 if placement.place_of(process, action.stage) != placement.place_of(target, consumer.stage):
-                    is_of_head = bool(action.kind.turn or consumer.kind.turn)
-                    edge = (is_of_head, action.stage > consumer.stage, action.stage, process, target)
+                    is_of_turn = bool(action.kind.turn or consumer.kind.turn)
+                    edge = (is_of_turn, action.stage > consumer.stage, action.stage, process, target)
                     travels_from = max(end, edge_free_at.get(edge, 0))
                     edge_free_at[edge] = travels_from + self._seconds_of_message(action, process, consumer, target)
                     arrives_at[action, consumer] = edge_free_at[edge]
@@ -340,8 +340,8 @@ class _Clock:
         if action.kind.is_of_visit:
             return 0
         if action.kind.turn or consumer.kind.turn:
-            # Between S and T there are a few numbers for each token.
-            return 0 if action.kind.turn == 1 else self._head_seconds
+            # Between two turns there are a few numbers for each token.
+            return 0 if action.kind.turn == 1 else self._turn_seconds
         lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
         return self._transfer_seconds[min(action.stage, consumer.stage), lower, upper]
 

@@ -7,19 +7,18 @@ A table is plain data. The same object is validated, simulated, drawn and execut
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, gradient_action, head_sources
+from hf_gpipe.schedule.actions import Action, gradient_action
 from hf_gpipe.schedule.kinds import (
     DROP,
     FORWARD,
     INPUT,
     LOAD,
-    LOGITS,
     RECOMPUTE,
     ActionKind,
     Held,
@@ -135,17 +134,21 @@ class Schedule:
         return {**self.newest_version, **{(stage, m): version for stage, m, version in self.versions}}
 
     @cached_property
-    def divides_head(self) -> bool:
-        """Whether each stage has a part of the head (S)."""
-        return LOGITS in self.kinds
+    def has_turns(self) -> bool:
+        """Whether it has actions between the way down of a micro-batch and its way up (`ActionKind.turn`)."""
+        return any(kind.turn for kind in self.kinds)
+
+    @cached_property
+    def _further_sources(self) -> tuple[Callable[[Action, int], tuple[Action, ...]], ...]:
+        return tuple(kind.sources for kind in self.kinds if kind.sources is not None)
 
     def sources(self, action: Action) -> tuple[Action, ...]:
         """The actions of other stages whose messages this one receives."""
         if action not in self._sources:
             source = action.source(self.num_stages, self.split)
-            of_head = head_sources(action, self.num_stages) if self.divides_head else ()
+            others = (other for sources in self._further_sources for other in sources(action, self.num_stages))
             far = self._far_sources.get(action, ()) if self.placement.is_dealt else ()
-            self._sources[action] = (*of_head, *far, *(() if source is None else (source,)))
+            self._sources[action] = (*others, *far, *(() if source is None else (source,)))
         return self._sources[action]
 
     @cached_property

@@ -273,9 +273,9 @@ def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
     """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
     if not schedule.placement.is_dealt:
         return
-    if schedule.group_size > 1 or schedule.is_window or schedule.divides_head:
-        what: int | str = groups.KEY if schedule.group_size > 1 else "steps" if schedule.is_window else 0
-        yield "its stages are dealt, so its rows are whole, it has one step and no S and T.", what
+    if schedule.group_size > 1 or schedule.is_window:
+        what: int | str = groups.KEY if schedule.group_size > 1 else "steps"
+        yield "its stages are dealt, so its rows are whole, it has one step.", what
     numbers: dict[Action, int] = {}
     for process, row in enumerate(schedule.actions):
         makers: dict[int, set[int | None]] = {}

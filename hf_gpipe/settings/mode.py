@@ -50,6 +50,9 @@ class Mode(Settings):
     #: What a message advises beside leaving out the key of a mode that it does not go with.
     instead: ClassVar[str] = ", or use another schedule, such as 1f1b"
 
+    #: Whether each stage has a part of the last layer.
+    shares_last_layer: ClassVar[bool] = False
+
     #: The schedules that turn it on.
     schedules: ClassVar[tuple[str, ...]] = ()
 

@@ -167,9 +167,10 @@ class PipelineConfig(_WithModes):
         return self.chunks.is_on(self.values())
 
     @property
-    def divides_head(self) -> bool:
-        """Whether the schedule divides the head over the stages."""
-        return self.modes["divided_head"].is_on(self.values())
+    def shares_last_layer(self) -> bool:
+        """Whether each stage has a part of the last layer."""
+        keys = self.values()
+        return any(mode.shares_last_layer and mode.is_on(keys) for mode in self.modes.values())
 
     @property
     def modes(self) -> dict[str, Mode]:

@@ -31,7 +31,7 @@ def decided_by(pipe: Pipeline) -> Mapping[str, tuple[Sequence[Any], str]]:
     config, given, autocast = pipe.config.values(), pipe.given.values(), pipe.adapter.autocast
     values: dict[str, list[Any]] = {name: [config[name], given[name]] for name in PIPELINE_ARGUMENTS}
     sizes = [len(layers) for layers in pipe.partition]
-    counted = cut(sum(sizes), pipe.num_stages, "count", divides_head=pipe.config.divides_head)
+    counted = cut(sum(sizes), pipe.num_stages, "count", shares_last=pipe.config.shares_last_layer)
     values["partition"] += ["count"] * ([len(layers) for layers in counted] == sizes)
     values["memory"] = [pipe.config.memory_bytes]
     # The arguments name the default backend as soon as they ask for torch.compile.

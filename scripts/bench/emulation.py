@@ -25,9 +25,11 @@ from bench.slow_links import SlowReplicas, slow
 from bench.waiting import WaitingHead, WaitingStage, WaitingVisits, wait
 from hf_gpipe.job.world import World
 from hf_gpipe.modes.divided_head import runtime as divided_head
+from hf_gpipe.modes.divided_head.edges import connect_head
 from hf_gpipe.modes.visits import runtime as visiting
+from hf_gpipe.modes.visits.relays import connect_relays
 from hf_gpipe.registry import parts_of_modes
-from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
+from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.micro_batch import MicroBatch
@@ -198,7 +200,7 @@ class _Pipeline:
         modes = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
         visits: Any = WaitingVisits(setting.costs, most_loaded(self.table)[world.worker])
         modes[visiting.NAME] = visiting.State(rows, {world.worker: visits}, connect_relays(world))
-        if self.table.divides_head:
+        if self.table.has_turns:
             parts: Any = {number: WaitingHead(setting.table, setting.seconds, number, boundary) for number in own}
             of_head = connect_head(world, lambda name: boundary.dtype)
             modes[divided_head.NAME] = divided_head.State(rows, parts, of_head)

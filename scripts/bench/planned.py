@@ -143,7 +143,7 @@ class Case:
     def settings(self) -> DecidedConfig:
         """As the planner is told."""
         divides_head = self.schedule in DIVIDED_HEAD
-        layers = partition(len(self.adapter().layers), self.num_stages, "count", divides_head=divides_head)
+        layers = partition(len(self.adapter().layers), self.num_stages, "count", shares_last=divides_head)
         return DecidedConfig(**self.options | {"partition": tuple(map(len, layers))})
 
     def batch(self) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from bench.slow_links import wait_until
 from hf_gpipe.adapters.modules.batch_norm import BatchNorms
+from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.schedule import Costs, Schedule, kinds
@@ -38,7 +39,7 @@ class WaitingStage:
         self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
-        self._divides_head = table.divides_head
+        self._divides_head = table.has_turns
         # It normalises no batches, and its model has no other layers.
         self.batch_norms = BatchNorms(torch.nn.Identity())
         self.adapter = SimpleNamespace(reference=torch.nn.Identity())
@@ -175,11 +176,11 @@ class WaitingHead:
         return {"hidden" if source.stage == self._last else f"of {source.stage}": tuple(self._message.shape)}
 
     def score(self, context: Context, *, is_training: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        wait(self._seconds[Action(kinds.LOGITS, self._number, context.micro_batch.index)])
+        wait(self._seconds[Action(LOGITS, self._number, context.micro_batch.index)])
         return {"hidden" if self._number == self._last else f"of {self._number}": self._message}, {}
 
     def add_gradient(self, context: Context) -> dict[str, torch.Tensor]:
-        wait(self._seconds[Action(kinds.LOGITS_GRADIENT, self._number, context.micro_batch.index)])
+        wait(self._seconds[Action(LOGITS_GRADIENT, self._number, context.micro_batch.index)])
         return {} if self._number == self._last else {f"of {self._number}": self._message}
 
 

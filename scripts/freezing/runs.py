@@ -446,7 +446,7 @@ def _answers(pipe: Pipeline, config: PreTrainedConfig, run: Run) -> list[str]:
     if not run.generates:
         return lines
     lines.append(f"likelihoods {pipe.log_probs(batch).tolist()}")
-    if not (config.is_encoder_decoder or pipe.config.divides_head):
+    if not (config.is_encoder_decoder or pipe.config.shares_last_layer):
         lines.append(f"of tokens {pipe.token_log_probs(batch).sum(1).tolist()}")
     ids = batch["input_ids"][:3, :5]
     ways: dict[str, dict[str, Any]] = {

@@ -119,7 +119,7 @@ def _unequal(table: Schedule) -> Costs:
         update_seconds=[Fraction(s % 3, 2) for s in stages],
         transfer_seconds=[Fraction(1 + s % 2, 3) for s in stages[:-1]],
         reduce_seconds=[Fraction(2 + s % 3) for s in stages],
-        head_transfer_seconds=Fraction(1, 6),
+        turn_transfer_seconds=Fraction(1, 6),
         others=others,
     )
 

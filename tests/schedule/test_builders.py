@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
+from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule import (
     IN_TURN,
     SCHEDULES,
@@ -33,8 +33,6 @@ from hf_gpipe.schedule.kinds import (
     BACKWARD,
     FORWARD,
     INPUT,
-    LOGITS,
-    LOGITS_GRADIENT,
     RECOMPUTE,
     UPDATE,
     WEIGHT,

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, check_table, placement_for, simulate
-from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT, REDUCE, UPDATE
+from hf_gpipe.schedule.kinds import REDUCE, UPDATE
 from hf_gpipe.schedule.messages import executable_order, messages
 from tests.schedule.cases import Recompute, schedules
 from tests.schedule.test_replicas import tables as replicated_tables

@@ -72,7 +72,7 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
         assert schedule.num_actions(stage, RECOMPUTE) == len(recomputed)
         if not schedule.is_training:
             assert peak(schedule, stage, Held.GRAPH) == 0
-            assert peak(schedule, stage, Held.MICRO_BATCH) == 1 or schedule.divides_head
+            assert peak(schedule, stage, Held.MICRO_BATCH) == 1 or schedule.has_turns
             continue
         assert peak(schedule, stage, Held.GRAPH) == most_live_graphs(
             [a for a in whole(order) if a.kind != R], recomputed

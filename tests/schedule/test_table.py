@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule import Action, Placement, Schedule, build
 from hf_gpipe.schedule.actions import gradient_action
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, LOGITS, LOGITS_GRADIENT, RECOMPUTE, UPDATE, WEIGHT
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
 
 F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 W = WEIGHT

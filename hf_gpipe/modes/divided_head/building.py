@@ -12,12 +12,13 @@ from hf_gpipe.adapters.guards import check_hooks
 from hf_gpipe.adapters.parts.cuts import Cut
 from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.divided_head import check_divides_head, check_stages
+from hf_gpipe.modes.divided_head.edges import connect_head
 from hf_gpipe.modes.divided_head.head_part import HeadPart
+from hf_gpipe.modes.divided_head.requirements import check_divides_head, check_stages
 from hf_gpipe.modes.divided_head.rows import HeadDivision, HeadRows
 from hf_gpipe.modes.divided_head.runtime import State
+from hf_gpipe.modes.divided_head.table import LOGITS
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
-from hf_gpipe.runtime.edges import connect_head
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.step import Rows
 from hf_gpipe.settings.division import Division
@@ -28,7 +29,7 @@ class Builder(ModeBuilder):
 
     def __init__(self, building: Building) -> None:
         super().__init__(building)
-        self._is_on = building.decision.full_table.divides_head
+        self._is_on = LOGITS in building.decision.full_table.kinds
         self._parts: dict[int, HeadPart] = {}
         if self._is_on:
             decision = building.decision

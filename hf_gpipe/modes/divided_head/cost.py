@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOGITS, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.planner.costs.model_costs import (
     NO_OPERATIONS,
     GraphCost,
@@ -17,7 +18,7 @@ from hf_gpipe.planner.costs.model_costs import (
 from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT, ActionKind, Held
+from hf_gpipe.schedule.kinds import ActionKind
 
 
 def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
@@ -31,7 +32,7 @@ def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
     }
 
 
-def head_transfer_seconds(layout: Layout) -> float:
+def turn_transfer_seconds(layout: Layout) -> float:
     """The seconds in which the last stage's link carries the hidden states to every other stage."""
     if (part := layout.sums.part) is None:
         return 0.0
@@ -48,9 +49,9 @@ def amounts(sums: StageCosts, stage: StageLayers, _: Mapping[str, float]) -> dic
     # The last stage has the hidden states from its own F.
     is_last = stage.stop == len(sums.costs.layers)
     return {
-        Held.HEAD_INPUT: {"boundaries": 0 if is_last else part.hidden_bytes},
-        Held.LOGITS: {"logits": part.logits_bytes + part.hidden_bytes},
-        Held.HEAD: {"working": part.working_bytes},
+        HEAD_INPUT: {"boundaries": 0 if is_last else part.hidden_bytes},
+        HELD_LOGITS: {"logits": part.logits_bytes + part.hidden_bytes},
+        HEAD_WORKING: {"working": part.working_bytes},
     }
 
 

@@ -20,11 +20,12 @@ from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, TokenLoss
 from hf_gpipe.modes.divided_head.rows import HeadRows
+from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import chunk_positions
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.schedule.kinds import FORWARD
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 

@@ -13,6 +13,7 @@ class DividedHead(Mode):
 
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(("division", "chunks", "visits", "boundary"), "")
 
+    shares_last_layer = True
     schedules = DIVIDED_HEAD
 
 

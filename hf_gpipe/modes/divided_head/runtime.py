@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.modes.divided_head.head_part import HeadPart
+from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.micro_batch import StepOptions
 from hf_gpipe.runtime.performing import perform
 from hf_gpipe.runtime.step import Message, ModeState, Performed, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.schedule.kinds import FORWARD
 from hf_gpipe.schedule.table import Schedule
 
 NAME = "divided_head"

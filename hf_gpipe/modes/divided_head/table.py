@@ -1,15 +1,105 @@
-"""Schedules whose head is divided by the vocabulary over the stages (vocabulary parallelism, arXiv 2411.05288)."""
+"""The actions S and T, and schedules whose head is divided by the vocabulary over the stages (vocabulary parallelism,
+arXiv 2411.05288, section 4).
+
+    S  makes the logits of the stage's part of the vocabulary. The last stage sends the hidden states to all others, and
+       each sends back the few sums that the loss needs of its part. S of the last stage receives all sums and computes
+       the loss
+    T  takes the sums over the whole vocabulary from S of the last stage, adds to the gradients of the stage's part of
+       the head, and sends what this part adds to the gradient of the hidden states to the last stage, whose B begins
+       from that
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.basic import alternating
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, ActionKind, Fault, add_kind
+from hf_gpipe.schedule.messages import Link, links_of
 from hf_gpipe.schedule.named import SCHEDULES, NamedSchedule
-from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.placement import Placement, edges_between
 from hf_gpipe.schedule.recompute import Limits, merge_with_recomputations
+from hf_gpipe.schedule.table import Schedule
+
+#: What a stage holds: the hidden states that S receives; the logits of its part of the vocabulary with their hidden
+#: states, from the end of S to the end of T; and the working memory of S or T.
+HEAD_INPUT, HELD_LOGITS, HEAD_WORKING = "head input", "logits", "head"
+_RULE = "where the head is divided, each stage has S and in training T of each micro-batch."
+
+
+def _sources(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """The actions of other stages whose messages about the head an action receives."""
+    last, m = num_stages - 1, action.micro_batch
+    if m is None:
+        return ()
+    if action.stage < last:
+        source = {LOGITS: FORWARD, LOGITS_GRADIENT: LOGITS}.get(action.kind)
+        return () if source is None else (Action(source, last, m),)
+    of_all = LOGITS if action.kind == LOGITS else LOGITS_GRADIENT if action.kind.takes_gradient else None
+    return () if of_all is None else tuple(Action(of_all, stage, m) for stage in range(last))
+
+
+def _check(schedule: Schedule) -> Iterator[Fault]:
+    if schedule.placement.is_dealt:
+        yield "its stages are dealt, so it has no S and T.", 0
+
+
+LOGITS = add_kind(
+    ActionKind(
+        "S",
+        "logits",
+        (),
+        "forward",
+        "#7d8fd1",
+        ticks=Fraction(1, 4),
+        needs=(FORWARD,),
+        way=0,
+        turn=1,
+        sources=_sources,
+        evaluation="vocab_forward_only",
+        rule=_RULE,
+        is_optional=True,
+        in_training_only=False,
+        check=_check,
+        receives=HEAD_INPUT,
+        makes=HELD_LOGITS,
+        frees=(HEAD_INPUT,),
+        working=HEAD_WORKING,
+    )
+)
+LOGITS_GRADIENT = add_kind(
+    ActionKind(
+        "T",
+        "gradient of logits",
+        (),
+        "backward",
+        "#3d5a9e",
+        "white",
+        ticks=Fraction(1, 2),
+        needs=(LOGITS,),
+        needed_by=(BACKWARD, INPUT),
+        after_update=True,
+        way=0,
+        turn=2,
+        rule=_RULE,
+        is_optional=True,
+        frees=(HELD_LOGITS,),
+        working=HEAD_WORKING,
+    )
+)
+
+
+def head_edges(placement: Placement) -> tuple[tuple[int, int, int], ...]:
+    """The pairs of workers that exchange messages about the head: (stage, its worker, the last stage's)."""
+    return edges_between((own, placement.workers[-1]) for own in placement.workers[:-1])
+
+
+def head_communicators(placement: Placement) -> tuple[Link, ...]:
+    """The links of these messages, as `communicators` has those of the others."""
+    return links_of(placement, ((*edge, placement.num_stages - 1) for edge in head_edges(placement)))
 
 
 def vocab_gpipe(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.key import DealtStages
+from hf_gpipe.modes.visits.relays import connect_relays
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
 from hf_gpipe.pipeline.decision import Decision, check_draws_alike
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder, check_no_batch_norm
-from hf_gpipe.runtime.edges import connect_relays
 from hf_gpipe.runtime.step import Rows
 from hf_gpipe.schedule.visits import check_visits
 from hf_gpipe.settings.mode import COMPARED_ROWS

@@ -26,7 +26,7 @@ class State(ModeState):
 
     Args:
         visits: by worker; none where no weights visit.
-        relays: the channels of `edges.connect_relays`, where stages are dealt.
+        relays: the channels of `relays.connect_relays`, where stages are dealt.
         memory: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
         owners: the worker of each stage that this process owns.
     """

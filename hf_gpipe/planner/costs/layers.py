@@ -26,7 +26,7 @@ from hf_gpipe.adapters.modules.quantised import size_of_quantised
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
-from hf_gpipe.model.divided_head import why_not_divided
+from hf_gpipe.modes.divided_head.requirements import why_not_divided
 from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, SharedParameter
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace

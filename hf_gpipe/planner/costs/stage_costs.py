@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from hf_gpipe.modes.divided_head.table import HEAD_INPUT
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.model_costs import (
     NO_SUMS,
@@ -262,7 +263,7 @@ class StageCosts:
             fixed = self.buffer_bytes(*run) + stage.beside.held_bytes
             sizes = {held: sum(items.values()) for held, items in amounts.items()}
             if self.part is not None:
-                sizes[Held.HEAD_INPUT] = self.part.hidden_bytes
+                sizes[HEAD_INPUT] = self.part.hidden_bytes
             self._bytes[key] = StageBytes(self.held(*run), self.owned(*run), fixed, converted, sizes)
         return self._bytes[key]
 

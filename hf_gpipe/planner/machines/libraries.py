@@ -6,10 +6,11 @@ NVLink SHARP and for trees of several machines is not counted either.
 
 from __future__ import annotations
 
+from hf_gpipe.modes.divided_head.table import head_communicators
 from hf_gpipe.planner.machines.devices import LINKS
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.schedule import Placement
-from hf_gpipe.schedule.messages import communicators, head_communicators
+from hf_gpipe.schedule.messages import communicators
 
 _MIB = 1 << 20
 #: torch's allocator puts tensors of less than 1 MiB into segments of 2 MiB, and those of less than 10 MiB into segments

@@ -32,7 +32,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     """
     is_auto = config.recompute == AUTO
     num_stages, _ = config.mesh
-    even = tuple(map(len, cut(planner.num_layers, num_stages, divides_head=config.divides_head)))
+    even = tuple(map(len, cut(planner.num_layers, num_stages, shares_last=config.shares_last_layer)))
     settings = config.decided(partition=even, recompute="none" if is_auto else config.recompute)
     if not is_auto:
         return planner.plan(settings.replace(partition=choose_partition(planner, settings, config.partition)))
@@ -74,7 +74,7 @@ def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence
 def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
     """Yield the plan whose graphs all wait on the host, where the link is fast enough and a split fits."""
     settings = settings.replace(recompute="host")
-    if _carries(planner, settings, 0, planner.num_layers - settings.divides_head):
+    if _carries(planner, settings, 0, planner.num_layers - settings.shares_last_layer):
         with suppress(PartitionError):
             yield planner.plan(settings.replace(partition=choose_partition(planner, settings, strategy)))
 
@@ -127,9 +127,9 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     num_micro_batches = settings.num_micro_batches
     costs = planner.costs(num_micro_batches)
     if strategy not in (*COST_STRATEGIES, AUTO):
-        given = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
+        given = cut(len(costs.layers), settings.num_stages, strategy, shares_last=settings.shares_last_layer)
         return tuple(map(len, given))
-    cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
+    cut(len(costs.layers), settings.num_stages, shares_last=settings.shares_last_layer)
     if strategy == "profile" and not costs.is_measured:
         advice = "plan with --profile, or use flops"
         if not planner.division.is_whole:
@@ -171,7 +171,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     try:
         # A divided head is counted to the last stage, which has another layer as well.
         *sizes, last = by_cost(
-            planner.num_layers - settings.divides_head,
+            planner.num_layers - settings.shares_last_layer,
             settings.num_stages,
             cost,
             memory_bytes,
@@ -190,7 +190,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             "micro-batches.",
             error.fullness,
         ) from None
-    return (*sizes, last + settings.divides_head)
+    return (*sizes, last + settings.shares_last_layer)
 
 
 def _caps(planner: Planner, placement: Placement) -> list[float]:

@@ -51,7 +51,7 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     placement = table.placement
     is_given = settings.placement is not None
     is_plain = placement.num_processes > 1 and placement.group_size == 1 and not (placement.has_replicas or is_given)
-    is_plain = is_plain and not table.divides_head and settings.visits.offload_weights is None
+    is_plain = is_plain and not table.has_turns and settings.visits.offload_weights is None
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan
     if asked.recompute == AUTO:
