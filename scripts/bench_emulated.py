@@ -33,9 +33,10 @@ from bench.runner import await_quiet, bench_parser, say
 
 from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
+from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.schedule import Costs, Schedule, build, has_windows, placement_for
-from hf_gpipe.schedule.kinds import DROP, LOAD, RECOMPUTE
-from hf_gpipe.schedule.updates import with_updates_beside
+from hf_gpipe.schedule.kinds import RECOMPUTE
+from hf_gpipe.schedule.updates import updates_beside
 
 KIBIBYTE = 1024
 
@@ -90,7 +91,7 @@ def emulated(
     steps: int = 1,
     step_size: int = 1,
     row: Sequence[float] = (1.0,),
-    updates_beside: bool = False,
+    is_updated_beside: bool = False,
     table: Schedule | None = None,
     **costs: Any,
 ) -> Emulated:
@@ -104,7 +105,7 @@ def emulated(
         updates = [step_size] * (micro_batches // step_size) if has_windows(schedule) else None
         placement = placement_for(schedule, num_stages, processes * replicas, replicas)
         table = build(schedule, num_stages, micro_batches, placement, recompute, steps=updates, group_size=len(row))
-    table = with_updates_beside(table) if updates_beside else table
+    table = (updates_beside(table) if is_updated_beside else None) or table
     forward, backward = ([share * seconds / stages_each for share in row] for seconds in pace[:2])
     taken = {"forward_seconds": [forward] * num_stages, "backward_seconds": [backward] * num_stages} | costs
     late_seconds = 0.0
@@ -117,7 +118,7 @@ def emulated(
     if reduction := costs.get("reduce_seconds"):
         parts.append(f"G of {1000 * reduction:g} ms")
     if update := costs.get("update_seconds"):
-        parts.append(f"U of {1000 * update:g} ms{' beside' * updates_beside}")
+        parts.append(f"U of {1000 * update:g} ms{' beside' * is_updated_beside}")
     parts += [f"{recompute} recomputed{' after the gradient' * is_late}"] * (recompute != "none")
     return Emulated(table, Costs(**taken), pace.boundary_bytes, ", ".join(parts), steps, late_seconds)
 
@@ -176,7 +177,10 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     table = dealt_table(*size, deal_of(*size, forward, forward, backward))
     return [
         emulated(**common, **visiting),
-        *(emulated(**common, **visiting, update_seconds=8 * copies, updates_beside=beside) for beside in (False, True)),
+        *(
+            emulated(**common, **visiting, update_seconds=8 * copies, is_updated_beside=beside)
+            for beside in (False, True)
+        ),
         emulated("round_robin, head", **headed, table=table),
         emulated("interleaved_1f1b", **headed),
     ]

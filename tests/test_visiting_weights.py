@@ -23,9 +23,11 @@ from hf_gpipe.job.world import World
 from hf_gpipe.model import clone
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.modes.visits import weights as visits
+from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
+from hf_gpipe.modes.visits.table import most_loaded
+from hf_gpipe.modes.visits.visit import LOAD
+from hf_gpipe.modes.visits.visit import visits as visits_in
 from hf_gpipe.planner.report import report
-from hf_gpipe.schedule.kinds import HOST_UPDATE, LOAD
-from hf_gpipe.schedule.visits import most_loaded
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (
@@ -551,7 +553,7 @@ def test_a_visit_takes_the_buffer_that_its_table_says(monkeypatch: pytest.Monkey
     for _ in range(2):
         buffers.clear()
         pipe.train_step(batch)
-        of_table = pipe.schedule(3).visits(0)
+        of_table = visits_in(pipe.schedule(3), 0)
         assert len(set(buffers)) == most_loaded(pipe.schedule(3))[0] < len(of_table)
         left_by = {visit.drop: buffer for visit, buffer in zip(of_table, buffers, strict=True)}
         assert any(visit.after for visit in of_table)

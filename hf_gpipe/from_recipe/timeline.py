@@ -14,7 +14,7 @@ from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Costs, Span, Timeline, simulate
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import KINDS, Resource
-from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
+from hf_gpipe.schedule.updates import updates_beside, with_updates_last
 
 
 def measure_step(
@@ -58,7 +58,7 @@ def measure_step(
     chosen = sorted(steps, key=lambda spans: max(span.end for span in spans))[repeats // 2]
     total, num_steps = 1 + max(span.action.micro_batch or 0 for span in chosen), _num_steps(pipe)
     schedule = pipe.schedule([total // num_steps] * num_steps if pipe.runs_windows else total)
-    schedule = with_updates_last(schedule) if update_beside is None else with_updates_beside(schedule)
+    schedule = (None if update_beside is None else updates_beside(schedule)) or with_updates_last(schedule)
     every_span = [span for spans in steps for span in spans]
     computing: dict[str, list[list[float]]] = {kind: [[] for _ in range(pipe.num_stages)] for kind in KINDS}
     for span in every_span:

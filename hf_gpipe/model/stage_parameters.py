@@ -191,7 +191,7 @@ class StageParameters:
                 continue
             for stage_model in models.values():
                 hub.reload(stage_model, directory, self.seed)
-        if self.world.placement.is_dealt:
+        if self.world.placement.is_shared:
             # Others may still write into weights that all share.
             self.world.barrier()
 

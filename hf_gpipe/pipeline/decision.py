@@ -35,8 +35,7 @@ from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.named import has_windows
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
-from hf_gpipe.schedule.visits import with_visits
+from hf_gpipe.schedule.updates import updates_beside, with_updates_last
 from hf_gpipe.settings.mode import COMPARED_ROWS
 from hf_gpipe.settings.pipeline import OF_EACH_PROCESS, DecidedConfig, PipelineConfig
 
@@ -166,7 +165,7 @@ class Decision:
         placement = config.placed(config.schedule, table)
         if table is None and config.placement is None and all(len(rank.devices) <= 1 for rank in world.ranks):
             placement = placement.balanced(adapter.parameters_of(partition))
-        if table is not None and placement.is_dealt and any(len(rank.devices) > 1 for rank in world.ranks):
+        if table is not None and placement.is_shared and any(len(rank.devices) > 1 for rank in world.ranks):
             raise UserError(
                 f"the table {table.name!r} deals its stages, and a process has several devices; start a process for "
                 "each device, or name the schedule, which makes a table for the devices"
@@ -229,7 +228,9 @@ class Decision:
             limits = self.recompute.of_table
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, group_size=group_size)
             table = with_modes(table, self.recompute.entries)
-        return with_visits(table) if self.config.visits.offload_weights else table
+        for complete in functions_of_modes("table", "complete"):
+            table = complete(table, self.config)
+        return table
 
     @cached_property
     def table_of_step(self) -> Callable[[int, int, bool], Schedule]:
@@ -239,7 +240,7 @@ class Decision:
         @lru_cache(maxsize=64)
         def table(num_micro_batches: int, group_size: int, is_beside: bool) -> Schedule:
             made = self.schedule(num_micro_batches, group_size=group_size)
-            return with_updates_beside(made) if is_beside else with_updates_last(made)
+            return (updates_beside(made) if is_beside else None) or with_updates_last(made)
 
         return table
 
@@ -271,7 +272,7 @@ def check_draws_alike(world: Mesh, what: str) -> None:
         what: the setting of what is drawn, in words.
     """
     models = world.device_models
-    if world.placement.is_dealt and len(models) > 1:
+    if world.placement.is_shared and len(models) > 1:
         raise UserError(
             f"{what}, and the stages are dealt to GPUs of several models ({', '.join(models)}): a GPU recomputes what "
             "another has computed, and GPUs of another model draw other numbers from one seed; set it to 0, use GPUs "

@@ -27,7 +27,7 @@ from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.named import window_schedules
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.updates import can_update_beside
+from hf_gpipe.schedule.updates import updates_beside
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class Steps:
     @property
     def can_update_beside(self) -> bool:
         """Whether `train_ahead` takes `update_stage`."""
-        return can_update_beside(self.decision.full_table)
+        return updates_beside(self.decision.full_table) is not None
 
     def _train(
         self,

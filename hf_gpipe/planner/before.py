@@ -11,7 +11,7 @@ from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.network import Network
 from hf_gpipe.planner.table_costs import costs_of_table
-from hf_gpipe.planner.tables import with_visits_of
+from hf_gpipe.planner.tables import completed
 from hf_gpipe.schedule import build, simulate
 
 #: Bytes of a logit, which every process gets in float32.
@@ -42,7 +42,7 @@ def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, in
     if num_forwards:
         number = table.num_micro_batches // table.num_steps
         only = build("forward_only", table.num_stages, number, table.placement, is_checked=False)
-        only = with_visits_of(only, layout.settings, layout.inputs)
+        only = completed(only, layout.settings, layout.inputs)
         own = float(simulate(only, costs_of_table(replace(layout, table=only))).total_seconds)
         forwards = num_forwards * own
     generation = 0.0 if of_tokens is None else layout.inputs.accumulation * _generation_seconds(layout, of_tokens)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOGITS
+from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
@@ -19,7 +20,6 @@ from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages, occupancy
-from hf_gpipe.schedule.visits import most_loaded
 
 
 def _item(words: str, colour: str) -> Any:
@@ -78,15 +78,15 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
     stages = [layout.stages[number] for number in own]
     converts = {"converts_once": not table.is_window}
     known = [sums.bytes_of(stage, **converts) for stage in stages]
-    held, is_dealt = sums.held_by(stage.run for stage in stages), table.placement.is_dealt
-    hosted = [sums.hosted(*stage.run, visitors, is_dealt=is_dealt) for stage in stages]
+    held, is_shared = sums.held_by(stage.run for stage in stages), table.placement.is_shared
+    hosted = [sums.hosted(*stage.run, visitors, is_shared=is_shared) for stage in stages]
     # Nothing of dealt stages stays on the device, not even tied weights.
-    trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(visiting.trainable_bytes for visiting in hosted)
+    trained_bytes = 0 if is_shared else held.trainable_bytes - sum(visiting.trainable_bytes for visiting in hosted)
     amounts = {
         number: {
             **sums.amounts(stage, **converts),
             Held.WEIGHT_GRADIENTS: {"gradients": trained_bytes / len(own)},
-            Held.VISITING_GRADIENTS: {"gradients": visiting.trainable_bytes},
+            Held.LEAVING_GRADIENTS: {"gradients": visiting.trainable_bytes},
         }
         for number, stage, visiting in zip(own, stages, hosted, strict=True)
     }
@@ -112,7 +112,7 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
         parameters=round(weights) + sum(round(of_stage.fixed) for of_stage in known),
-        optimizer=0 if is_dealt else round(state),
+        optimizer=0 if is_shared else round(state),
         stashes=round(stashes),
         reserve=round(sum(_reserved_share(sums.device, item) * size for item, size in fullest.items())),
         libraries=layout.library_bytes[process],
@@ -140,11 +140,11 @@ class HostMemory(NamedTuple):
 def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
     """The CPU memory that each process needs. A CPU is its own host, and its graphs wait nowhere else."""
     sums, inputs, placement = layout.sums, layout.inputs, layout.table.placement
-    visitors, dtype, is_dealt = layout.settings.visits.offload_weights, sums.costs.dtype, placement.is_dealt
+    visitors, dtype, is_shared = layout.settings.visits.offload_weights, sums.costs.dtype, placement.is_shared
     copies, offloaded, hosted = ([0] * placement.num_processes for _ in range(3))
     for stage, workers in zip(layout.stages, placement.workers, strict=True):
         owned = sums.owned(*stage.run)
-        visiting = owned if is_dealt else sums.hosted(*stage.run, visitors)
+        visiting = owned if is_shared else sums.hosted(*stage.run, visitors)
         if inputs.saves_in_background:
             weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
             # The leader has gathered the parts that all ranks have of divided layers.

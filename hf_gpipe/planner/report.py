@@ -317,7 +317,7 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
         # The planner makes the table again with these values.
-        values["schedule"] = ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else AUTO
+        values["schedule"] = ROUND_ROBIN if plan.timeline.schedule.placement.is_shared else AUTO
     always = (*settings.in_short, "partition", "num_processes", "zero")
     own = recipe.values()
     plain = {name for name, key in keys_of(PipelineConfig).items() if values.get(name) == key.default == own[name]}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
     LONGEST_WINDOW,
@@ -15,8 +16,7 @@ from hf_gpipe.schedule import (
     recompute_under,
     with_modes,
 )
-from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
-from hf_gpipe.schedule.visits import check_visits, with_visits
+from hf_gpipe.schedule.updates import updates_beside, with_updates_last
 from hf_gpipe.settings.pipeline import DecidedConfig
 
 
@@ -43,7 +43,7 @@ def table_of(
         if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
             raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
         recompute_under(given, settings.recompute)
-        return with_visits_of(given.of_first(num_micro_batches), settings, inputs)
+        return completed(given.of_first(num_micro_batches), settings, inputs)
     placement = settings.placed(name)
     if sizes is not None and settings.placement is None:
         placement = placement.balanced(sizes)
@@ -57,20 +57,20 @@ def table_of(
         name, num_stages, count, placement, recompute.of_table, steps=steps, group_size=given_chunks, is_checked=False
     )
     table = with_modes(built, recompute.entries)
-    return table if steps else with_visits_of(table, settings, inputs)
+    return table if steps else completed(table, settings, inputs)
 
 
-def with_visits_of(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
-    """Add the visits of these settings to a table."""
-    if not settings.visits.offload_weights:
-        return table
-    table = with_visits(table)
-    check_visits(table, are_trained=settings.visits.offload_weights == "all")
+def completed(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
+    """Put what modes add to every table of these settings into a table, and check it."""
+    for complete in functions_of_modes("table", "complete"):
+        table = complete(table, settings)
+    for check in functions_of_modes("table", "check"):
+        check(table, settings)
     return with_updates_of_run(table, inputs)
 
 
 def with_updates_of_run(table: Schedule, inputs: PlanInputs) -> Schedule:
     """Put the updates of a table where a run has them: dealt stages are updated beside backwards, if nothing needs the
     norm of the whole gradient."""
-    is_beside = not inputs.needs_norm and inputs.updates == 1 and can_update_beside(table)
-    return with_updates_beside(table) if is_beside else with_updates_last(table)
+    needs_all = inputs.needs_norm or inputs.updates > 1
+    return (None if needs_all else updates_beside(table)) or with_updates_last(table)

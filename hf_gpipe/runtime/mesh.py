@@ -44,7 +44,7 @@ class Mesh(World):
                 f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
                 "more processes"
             )
-        place = _dealt if placement.is_dealt else _on_devices
+        place = _dealt if placement.is_shared else _on_devices
         return cls(**{f.name: getattr(world, f.name) for f in fields(World)}, placement=place(world, placement))
 
     @cached_property
@@ -176,9 +176,9 @@ def _dealt(world: World, placement: Placement) -> Placement:
                 "processes, and each updates one at least; give more stages, or fewer devices"
             )
         devices = [device.name for rank in world.ranks for device in rank.devices]
-        placement = Placement(spread, devices, is_dealt=True, workers_per_rank=each)
-    for crew in placement.crews:
-        hosts = {world.hosts[rank] for worker in crew for rank in placement.ranks_of(worker)}
+        placement = Placement(spread, devices, is_shared=True, workers_per_rank=each)
+    for pipeline in placement.pipelines:
+        hosts = {world.hosts[rank] for worker in pipeline for rank in placement.ranks_of(worker)}
         if len(hosts) > 1:
             raise UserError(
                 f"the stages of a pipeline are dealt to processes on {' and '.join(sorted(hosts))}, which share no "

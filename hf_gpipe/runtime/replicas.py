@@ -137,7 +137,7 @@ class Replicas:
             ranks = tuple(map(world.peer, workers))
             on_cpu = world.new_group(ranks, torch.device("cpu"))
             # Gradients of dealt stages are in CPU memory.
-            on_cuda = world.device.type == "cuda" and not world.placement.is_dealt
+            on_cuda = world.device.type == "cuda" and not world.placement.is_shared
             groups[workers] = world.new_group(ranks, world.device) if on_cuda else on_cpu, on_cpu
         self._world, self._models = world, models
         self._share_statistics()

@@ -43,8 +43,8 @@ class Wiring:
                 senders.add(message.sender)
         arrived = self._arrived(schedule, senders)
         actions = in_rows(schedule, own)
-        # Other workers add to the gradients of a dealt stage.
-        last = frozenset() if schedule.placement.is_dealt else last_backwards([action for _, action in actions])
+        # Other workers add to the gradients of a shared stage.
+        last = frozenset() if schedule.placement.is_shared else last_backwards([action for _, action in actions])
         if not schedule.is_window:
             last |= {*[action for _, action in actions if action.kind.changes_weights][-1:]}
         places: Counter[int] = Counter()
@@ -76,7 +76,7 @@ class Wiring:
                     self._message(schedule, action, other)
                     for other in schedule.consumers(action)
                     if not action.kind.takes_gradient or any(stage.trainable_inputs.values())
-                    if not action.kind.is_of_visit or self._is_read(schedule, action, other)
+                    if not action.kind.is_signal or self._is_read(schedule, action, other)
                 ),
                 is_last=action in last,
                 keeps_graph=schedule.keeps_graph(action.stage, _index(action)),
@@ -88,9 +88,9 @@ class Wiring:
     def _is_read(self, schedule: Schedule, source: Action, consumer: Action) -> bool:
         """Whether a message is sent.
 
-        Gradients that no earlier stage needs are not sent. The end of a visit is not sent within a process.
+        Gradients that no earlier stage needs are not sent. A signal is not sent within a process.
         """
-        if source.kind.is_of_visit:
+        if source.kind.is_signal:
             return not {schedule.worker_of(source), schedule.worker_of(consumer)} <= self.rows.keys()
         if source.kind.takes_gradient:
             return any(self.rows[schedule.worker_of(consumer)][consumer.stage].trainable_outputs.values())
@@ -104,7 +104,7 @@ class Wiring:
             come: list[tuple[Channel, tuple[int, int]]] = []
             for action in schedule.actions[worker]:
                 for source in schedule.sources(action):
-                    if schedule.worker_of(source) in self.rows and not source.kind.is_of_visit:
+                    if schedule.worker_of(source) in self.rows and not source.kind.is_signal:
                         message = self._message(schedule, source, action)
                         come.append((message.channel, message.key))
                 for consumer in schedule.consumers(action) if come else ():

@@ -20,7 +20,7 @@ def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) 
     next one (arXiv 2211.05953).
 
     The pipeline fills once with stages a fraction as long, so with P processes and enough micro-batches the bubble is
-    gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.schedule.visits`) come twice in a step.
+    gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.modes.visits`) come twice in a step.
 
     The last stage runs each micro-batch's backward right after its forward, and those of a group, the last one
     first, right after their forwards. The backwards of the other stages follow in the order in which gradients arrive.

@@ -75,7 +75,7 @@ def _is_on_host(span: Span) -> bool:
 
 
 def _label(placement: Placement, span: Span) -> str:
-    return str(span.action) if placement.is_dealt else span.action.label
+    return str(span.action) if placement.is_shared else span.action.label
 
 
 def _cell(placement: Placement, columns: Sequence[Span | None], index: int, width: int) -> str:
@@ -295,7 +295,7 @@ def _label_width(placement: Placement, span: Span) -> float:
 
 
 def _number(placement: Placement, span: Span) -> str:
-    if placement.is_dealt:
+    if placement.is_shared:
         return str(span.action.stage)
     return span.action.label if span.action.micro_batch is None else str(span.action.micro_batch)
 

@@ -14,12 +14,6 @@ For stage s and micro-batch m:
        reached it and runs while they go on. Only a stage with several replicas has G, once on each replica for each
        step
     U  updates the stage's weights at the end of a step, once on each replica
-    H  does what U does for a dealt stage, beside the worker's other actions: weights and gradients of the stage are on
-       the host, and H begins when the last D of the stage, and of the stages after it, has left the gradients there. So
-       H needs no norm of the whole gradient. A table has U or H
-    L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
-    D  drops them again, where they have not changed, and copies the gradients that the visit has made to the host. A
-       stage has L and D only where its weights visit
 
 `add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it. Modes add
 kinds of their own (`hf_gpipe.modes`).
@@ -28,7 +22,7 @@ kinds of their own (`hf_gpipe.modes`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -82,8 +76,8 @@ class Held(StrEnum):
     """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
     """The gradients of the stage's weights, from the end of the first B or W on."""
-    VISITING_GRADIENTS = "gradients of visiting weights"
-    """The gradients of weights that visit, until D of the next gradients on the device begins."""
+    LEAVING_GRADIENTS = "leaving gradients"
+    """Gradients of weights that an action copies to the host, until the next copy of gradients on the device begins."""
 
     ROW = "row"
     """The values that the micro-batches of a group leave to each other: from the first F of the group to the end of
@@ -132,11 +126,19 @@ class ActionKind(str):
     """Whether it may run while the gradient of its micro-batch is still on its way."""
     is_of_mini_batch: bool = False
     """Whether it concerns a whole step, and so has no micro-batch."""
-    is_of_visit: bool = False
-    """Whether it begins or ends a visit of the stage's weights. The number in its text counts the visits."""
+    is_numbered: bool = False
+    """Whether the number in its text counts the stage's actions of its kind, and not the steps of the table."""
+    concerned: Callable[[Any, int, Any, Any], Iterator[Any]] | None = None
+    """(table, process, action, kind) -> the actions of a kind that concern an action, where one of the two is of this
+    kind. None: those of the same micro-batch, or of the same step."""
+    links: Callable[[Any], Mapping[Any, tuple[Any, ...]]] | None = None
+    """(table) -> for each action that receives messages beside those of `sources`, the actions that send them."""
+    is_signal: bool = False
+    """Whether its message only says that it is done: it takes no time, and is not sent within a process."""
     carries_gradients: bool = False
-    """Whether it copies the gradients of its visit to the host. It does nothing where the visit has made none, and the
-    room of the weights is free as soon as the device has come to it."""
+    """Whether it copies gradients to the host. Actions that need it wait only until the device has come to it."""
+    does_nothing: Callable[[Any, int, Any], bool] | None = None
+    """(table, process, action) -> whether there is nothing to do, so that it takes no time; None: never."""
     is_paced: bool = False
     """Whether the device goes on after it only once the one before it there has ended, so that one is under way."""
     is_collective: bool = False
@@ -157,8 +159,6 @@ class ActionKind(str):
     """The things that it copies, in words, for what limits a plan; empty: it copies nothing."""
     recompute: str | None = None
     """The value of `recompute` of a stage that has such actions in a table's file; None: they say nothing of it."""
-    check: Callable[[Any], Iterator[Fault]] | None = None
-    """Yields what is wrong in a `Schedule` that has the kind; None: nothing else can be."""
     receives: str | None = None
     """The thing that its message is while it waits, until the action begins or another action frees it."""
     makes: str | None = None
@@ -259,17 +259,4 @@ UPDATE = add_kind(ActionKind(
     "U", "update", (("update_seconds", 1),), "update", "#8e5ea2", "white",
     needs=(BACKWARD, WEIGHT, REDUCE), after_update=True, is_of_mini_batch=True, rule=_UPDATED,
     reads_weights=False, changes_weights=True))
-HOST_UPDATE = add_kind(ActionKind(
-    "H", "update on the host", (("update_seconds", 1),), "update", "#b48fc0", resource=Resource.HOST,
-    needs=(BACKWARD, WEIGHT), is_of_mini_batch=True, rule=_UPDATED, part_of=UPDATE,
-    reads_weights=False, changes_weights=True))
-DROP = add_kind(ActionKind(
-    "D", "drop", colour="#b0a48f", resource=Resource.COPY_OUT,
-    needs=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True, is_of_visit=True,
-    carries_gradients=True, is_paced=True, copies="weights", in_training_only=False,
-    reads_weights=False))
-LOAD = add_kind(ActionKind(
-    "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
-    needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,
-    is_of_visit=True, copies="weights", in_training_only=False, reads_weights=False))
 # fmt: on

@@ -171,10 +171,11 @@ def in_rows(schedule: Schedule, workers: AbstractSet[int]) -> list[tuple[int, Ac
     ends = {worker: schedule.actions[worker][-1] for worker in workers}
 
     def is_late(worker: int, action: Action) -> bool:
-        # What concerns the gradients of a step comes after the visits of all these workers, as does what ends a row.
+        # What concerns the gradients of a step comes after the numbered actions of all these workers, as does what ends
+        # a row.
         if action.kind.resource is Resource.HOST:
             return action == ends[worker]
-        return action.kind.is_of_mini_batch and not action.kind.is_of_visit
+        return action.kind.is_of_mini_batch and not action.kind.is_numbered
 
     return sorted(order, key=lambda entry: is_late(*entry))
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, Held
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.simulate import Costs, Seconds, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 
@@ -29,12 +29,13 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[str
     completed = [span for spans in spans_of.values() for span in spans if span.action.kind.completes_micro_batch]
     completed.sort(key=lambda span: span.end)
     first_completed = next(iter(completed), None)
-    drops: dict[Action, Span] = {}
-    for span in completed if DROP in schedule.kinds else ():
-        for drop in schedule.concerned(process, span.action, [DROP]):
-            drops.setdefault(drop, span)
-    for drop, span in drops.items():
-        yield Held.VISITING_GRADIENTS, span.end, timeline.left_at[process, drop]
+    copies: dict[Action, Span] = {}
+    carriers = [kind for kind in schedule.kinds if kind.carries_gradients]
+    for span in completed if carriers else ():
+        for copy in schedule.concerned(process, span.action, carriers):
+            copies.setdefault(copy, span)
+    for copy, span in copies.items():
+        yield Held.LEAVING_GRADIENTS, span.end, timeline.left_at[process, copy]
     for micro_batch in own:
         spans = spans_of[micro_batch]
         yield Held.MICRO_BATCH, spans[0].computes, spans[-1].end
@@ -114,7 +115,7 @@ def most_held(timeline: Timeline, stage: int) -> dict[str, int]:
     """The most of each thing that a stage holds at once in any one of its workers, as a number of micro-batches."""
     most = defaultdict[str, int](int, dict.fromkeys(Held, 0))
     placement = timeline.schedule.placement
-    for process in range(placement.num_processes) if placement.is_dealt else placement.workers[stage]:
+    for process in range(placement.num_processes) if placement.is_shared else placement.workers[stage]:
         changes: defaultdict[str, list[tuple[Seconds, int]]] = defaultdict(list)
         for held, start, end in holdings(timeline, stage, process):
             if end > start:

@@ -23,8 +23,9 @@ class Placement:
     groups of c micro-batches that depend on each other, all of a group run on replica (m // c) % r. Where an action
     runs, its row in the table says. Several stages may share a worker, in any order.
 
-    Where stages are dealt, their weights are in CPU memory, which the workers of a replica's pipeline share (its
-    crew). An action may then stand in the row of any of them. `workers` has of each stage the one that updates it.
+    Where stages are shared, their weights are in CPU memory that all workers of a replica's pipeline share
+    (`pipelines`). An action may then stand in the row of any of them. `workers` has of each stage the one that updates
+    it.
 
     Args:
         workers: of each stage its worker, or the workers of its replicas in order.
@@ -32,12 +33,12 @@ class Placement:
             None: the process's default device.
         group_size: how many consecutive micro-batches depend on each other (`hf_gpipe.schedule.groups`).
         ranks_per_worker: T, the number of processes that form a worker, each with a part of every divided layer.
-        is_dealt: whether stages are dealt; `devices` then has one for each worker.
+        is_shared: whether stages are shared by the workers of their pipeline; `devices` then has one for each worker.
         workers_per_rank: where they are, the number of workers that one process runs, each on a device of its own.
 
     Raises:
         ScheduleError: an empty group, no stage, a worker without a stage or twice in one, devices that do not fit the
-            places, or dealt stages whose replicas share workers.
+            places, or shared stages whose replicas share workers.
     """
 
     workers: tuple[tuple[int, ...], ...]
@@ -45,7 +46,7 @@ class Placement:
     devices: tuple[str, ...] | None
     group_size: int
     ranks_per_worker: int
-    is_dealt: bool
+    is_shared: bool
     workers_per_rank: int
 
     def __init__(
@@ -54,7 +55,7 @@ class Placement:
         devices: Sequence[str] | None = None,
         group_size: int = 1,
         ranks_per_worker: int = 1,
-        is_dealt: bool = False,
+        is_shared: bool = False,
         workers_per_rank: int = 1,
     ) -> None:
         every = tuple((own,) if isinstance(own, int) else tuple(own) for own in workers)
@@ -62,7 +63,7 @@ class Placement:
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
         object.__setattr__(self, "group_size", group_size)
         object.__setattr__(self, "ranks_per_worker", ranks_per_worker)
-        object.__setattr__(self, "is_dealt", is_dealt)
+        object.__setattr__(self, "is_shared", is_shared)
         object.__setattr__(self, "workers_per_rank", workers_per_rank)
         groups.check_size(group_size)
         if not every:
@@ -79,19 +80,19 @@ class Placement:
                 f"placement {self}: the processes must be numbered from 0 to {len(used) - 1} without a gap, for each "
                 "process holds at least one stage."
             )
-        if is_dealt and (len(set(map(len, every))) > 1 or sum(map(len, self.crews)) > len(used)):
+        if is_shared and (len(set(map(len, every))) > 1 or sum(map(len, self.pipelines)) > len(used)):
             raise ScheduleError(
                 f"placement {self}: stages are dealt to the workers of their replica's pipeline, so each stage has as "
                 'many replicas, and no worker is of two; write for example "0,2 1,3".'
             )
         if self.devices is None:
             return
-        if is_dealt and len(self.devices) != len(used):
+        if is_shared and len(self.devices) != len(used):
             raise ScheduleError(
                 f"placement: {len(self.devices)} devices for {len(used)} workers to which stages are dealt; name one "
                 "for each."
             )
-        if not is_dealt and len(self.devices) != len(self.places):
+        if not is_shared and len(self.devices) != len(self.places):
             raise ScheduleError(
                 f"placement: {len(self.devices)} devices for {len(every)} stages with {len(self.places)} replicas in "
                 "all; name one device per stage, or one for each of its replicas."
@@ -153,8 +154,8 @@ class Placement:
         return cls(tuple(stage % num_processes for stage in range(num_stages)))
 
     @classmethod
-    def dealt(cls, num_stages: int, num_workers: int) -> Placement:
-        """Stages that are dealt to workers; stage s is updated by worker s % num_workers.
+    def shared(cls, num_stages: int, num_workers: int) -> Placement:
+        """Stages that all workers share; stage s is updated by worker s % num_workers.
 
         Raises:
             ScheduleError: no worker, or more workers than stages.
@@ -164,18 +165,18 @@ class Placement:
                 f"{num_stages} stages cannot be dealt to {num_workers} workers: every worker updates one. Use between "
                 "1 and num_stages workers."
             )
-        return cls(tuple(stage % num_workers for stage in range(num_stages)), is_dealt=True)
+        return cls(tuple(stage % num_workers for stage in range(num_stages)), is_shared=True)
 
     def balanced(self, sizes: Sequence[int]) -> Placement:
-        """Share the updates of dealt stages out by the `sizes` of the stages: the largest stage first, always to the
-        worker of its pipeline that has least. Equal stages stay where `dealt` has them."""
-        if not self.is_dealt:
+        """Share the updates of shared stages out by the `sizes` of the stages: the largest stage first, always to the
+        worker of its pipeline that has least. Equal stages stay where `shared` has them."""
+        if not self.is_shared:
             return self
         owners: list[list[int]] = [[] for _ in self.workers]
-        for crew in self.crews:
-            loads = dict.fromkeys(crew, (0, 0))
+        for pipeline in self.pipelines:
+            loads = dict.fromkeys(pipeline, (0, 0))
             for stage in sorted(range(self.num_stages), key=lambda stage: -sizes[stage]):
-                worker = min(crew, key=lambda member: loads[member])
+                worker = min(pipeline, key=lambda member: loads[member])
                 loads[worker] = loads[worker][0] + sizes[stage], loads[worker][1] + 1
                 owners[stage].append(worker)
         return replace(self, workers=tuple(map(tuple, owners)))
@@ -207,12 +208,12 @@ class Placement:
         starts = range(0, times * self.num_processes, self.num_processes)
         workers = [[start + process for start in starts for process in own] for own in self.workers]
         devices = None if self.devices is None else self.devices * times
-        if self.devices is not None and not self.is_dealt:
+        if self.devices is not None and not self.is_shared:
             of_place = dict(zip(self.places, self.devices, strict=True))
             devices = tuple(
                 of_place[s, process] for s, own in enumerate(self.workers) for _ in starts for process in own
             )
-        return Placement(workers, devices, self.group_size, is_dealt=self.is_dealt)
+        return Placement(workers, devices, self.group_size, is_shared=self.is_shared)
 
     @property
     def num_stages(self) -> int:
@@ -239,13 +240,17 @@ class Placement:
         return len(set(self.devices or ())) > 1
 
     @property
-    def crews(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each replica of the pipeline, ascending, where stages are dealt."""
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each replica of the pipeline, ascending, where stages are shared."""
         return tuple(tuple(sorted({own[r] for own in self.workers})) for r in range(min(self.replicas)))
 
-    def crew_of(self, worker: int) -> tuple[int, ...]:
-        """The workers among which a worker's stages are dealt, itself among them."""
-        return next((crew for crew in self.crews if worker in crew), (worker,)) if self.is_dealt else (worker,)
+    def pipeline_of(self, worker: int) -> tuple[int, ...]:
+        """The workers that share a worker's stages, itself among them."""
+        return (
+            next((pipeline for pipeline in self.pipelines if worker in pipeline), (worker,))
+            if self.is_shared
+            else (worker,)
+        )
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -254,12 +259,12 @@ class Placement:
 
     @property
     def rows(self) -> tuple[tuple[int | None, int], ...]:
-        """The rows of pictures: the places, or where stages are dealt (None, worker)."""
-        return tuple((None, worker) for worker in range(self.num_processes)) if self.is_dealt else self.places
+        """The rows of pictures: the places, or where stages are shared (None, worker)."""
+        return tuple((None, worker) for worker in range(self.num_processes)) if self.is_shared else self.places
 
     def row_of(self, stage: int, process: int) -> tuple[int | None, int]:
         """The row in which a stage's actions on one of its workers are drawn."""
-        return None if self.is_dealt else stage, process
+        return None if self.is_shared else stage, process
 
     def ranks_of(self, worker: int) -> tuple[int, ...]:
         """The processes that form a worker, by their ranks, which follow each other."""
@@ -296,19 +301,19 @@ class Placement:
         """The device string of a stage in one of its workers; None: the process's default device."""
         if self.devices is None:
             return None
-        return self.devices[process if self.is_dealt else self.places.index((stage, process))]
+        return self.devices[process if self.is_shared else self.places.index((stage, process))]
 
     def place_of(self, process: int, stage: int) -> tuple[int, str | None]:
         """The device of a stage in one of its workers, as (process, device)."""
         return process, self.device_of(stage, process)
 
     def stages_of(self, process: int) -> tuple[int, ...]:
-        """The stages that a worker holds, ascending; of dealt ones those that it updates."""
+        """The stages that a worker holds, ascending; of shared ones those that it updates."""
         return tuple(stage for stage, own in enumerate(self.workers) if process in own)
 
     def stages_run_by(self, process: int) -> tuple[int, ...]:
         """The stages whose actions may stand in a worker's row."""
-        return tuple(range(self.num_stages)) if self.is_dealt else self.stages_of(process)
+        return tuple(range(self.num_stages)) if self.is_shared else self.stages_of(process)
 
     def micro_batches_of(self, stage: int, process: int, num_micro_batches: int) -> Sequence[int]:
         """The micro-batches, of so many, that a stage runs in one of its workers; it may be none."""
@@ -333,8 +338,8 @@ class Placement:
 
         A worker that holds both stages is in it too: its edge is within the process.
         """
-        if self.is_dealt:
-            every = [(worker, other) for crew in self.crews for worker in crew for other in crew]
+        if self.is_shared:
+            every = [(worker, other) for pipeline in self.pipelines for worker in pipeline for other in pipeline]
             return tuple(sorted((stage, *pair) for stage in range(self.num_stages - 1) for pair in every))
         return edges_between(pairwise(self.workers))
 

@@ -177,8 +177,7 @@ class Timeline:
         left: dict[tuple[int, Action], Seconds] = {}
         before: dict[tuple[int, str | None], Action] = {}
         for process, action, start, end, *_ in self.spans:
-            visit = self.schedule.visit_of(process, action) if action.kind.carries_gradients else None
-            if visit is not None and visit.makes_gradients:
+            if action.kind.carries_gradients and not self.schedule.does_nothing(process, action):
                 place = self.schedule.placement.place_of(process, action.stage)
                 if place in before:
                     left[process, before[place]] = start
@@ -266,7 +265,7 @@ class _Clock:
         reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
         #: The time from which actions that wait for another one may begin, by process: mostly the end of that one.
         ends_at: dict[tuple[int, Action], Seconds] = {}
-        #: The time at which everything but the updates has ended, of a table whose stages are dealt.
+        #: The time at which everything but the updates has ended, of a table whose stages are shared.
         all_end: Seconds = 0
 
         def collect() -> None:
@@ -285,15 +284,15 @@ class _Clock:
                     spans.append(Span(lane[0], action, start, end))
 
         # Those of a synchronous table come last on every process: all reductions are known by then.
-        updates_last = (placement.has_replicas or placement.is_dealt) and not schedule.is_window
+        updates_last = (placement.has_replicas or placement.is_shared) and not schedule.is_window
         order = sorted(self._order, key=lambda entry: updates_last and _is_update_of_all(entry[1].kind))
         for process, action in order:
             kind, lane = action.kind, _lane_of(placement, process, action)
             start = started[process]
             if _is_update_of_all(kind):
-                # Gradients of visits are on their way to the host.
+                # Gradients are on their way to the host.
                 start = max(start, free_at.get((*placement.place_of(process, action.stage), Resource.COPY_OUT), 0))
-                if placement.is_dealt:
+                if placement.is_shared:
                     # Other workers have added to the gradients of its stage.
                     all_end = all_end or max(span.end for span in spans)
                     start = max(start, all_end)
@@ -304,7 +303,7 @@ class _Clock:
             if kind.is_collective:
                 reached_at[action].append(start)
                 continue
-            visit, reached = schedule.visit_of(process, action), start
+            reached = start
             arrivals = (arrives_at[source, action] for source in schedule.sources(action))
             start = max(start, free_at.get(lane, 0), *arrivals)
             if awaited := schedule.awaited_by(kind):
@@ -313,7 +312,7 @@ class _Clock:
                     start = max(start, ends_at.get((process, other), 0))
             of_members = seconds[kind][action.stage]
             end = start + of_members[(action.micro_batch or 0) % len(of_members)]
-            if kind.carries_gradients and visit is not None and not visit.makes_gradients:
+            if schedule.does_nothing(process, action):
                 start = end = reached
             else:
                 if kind.is_paced:
@@ -337,7 +336,7 @@ class _Clock:
         return spans
 
     def _seconds_of_message(self, action: Action, process: int, consumer: Action, target: int) -> Seconds:
-        if action.kind.is_of_visit:
+        if action.kind.is_signal:
             return 0
         if action.kind.turn or consumer.kind.turn:
             # Between two turns there are a few numbers for each token.

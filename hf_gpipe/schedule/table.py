@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, gradient_action
 from hf_gpipe.schedule.kinds import (
-    DROP,
     FORWARD,
     INPUT,
-    LOAD,
     RECOMPUTE,
     ActionKind,
     Held,
@@ -27,7 +24,6 @@ from hf_gpipe.schedule.kinds import (
 )
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.text_form import read_text, write_text
-from hf_gpipe.schedule.visit import Visit, visits_of
 
 
 @dataclass(frozen=True)
@@ -147,8 +143,11 @@ class Schedule:
         if action not in self._sources:
             source = action.source(self.num_stages, self.split)
             others = (other for sources in self._further_sources for other in sources(action, self.num_stages))
-            far = self._far_sources.get(action, ()) if self.placement.is_dealt else ()
-            self._sources[action] = (*others, *far, *(() if source is None else (source,)))
+            self._sources[action] = (
+                *others,
+                *self._links.get(action, ()),
+                *(() if source is None else (source,)),
+            )
         return self._sources[action]
 
     @cached_property
@@ -168,57 +167,27 @@ class Schedule:
         return consumers
 
     @cached_property
-    def _far_sources(self) -> Mapping[Action, tuple[Action, ...]]:
-        """The actions from other workers whose messages an action receives beside those of its neighbours, where stages
-        are dealt. A recomputation receives the inputs of its forward; the first backward of a visit waits for the D of
-        the visit before, which leaves the gradients of the stage's weights. An update on the host waits for the last D
-        of its stage, and of those after it that no update before it in its row waits for: a tied weight belongs to the
-        lowest stage that uses it."""
-        sources: dict[Action, tuple[Action, ...]] = {}
-        for action, worker in self._worker_of.items():
+    def _links(self) -> Mapping[Action, tuple[Action, ...]]:
+        """The actions from other workers whose messages an action receives beside those of its neighbours
+        (`ActionKind.links`). A recomputation receives the inputs of its forward, where that is on another worker."""
+        links: dict[Action, tuple[Action, ...]] = {}
+        for action, worker in self._worker_of.items() if self.placement.is_shared else ():
             if action.kind.receives is Held.INPUT and not action.kind.sends and action.stage:
                 forward = replace(action, kind=FORWARD)
                 if self._worker_of.get(forward, worker) != worker:
-                    sources[action] = (replace(forward, stage=action.stage - 1),)
-        for visits in self._backward_visits.values():
-            for (_, before, _, drop), (_, worker, backward, _) in pairwise(visits):
-                if before != worker and drop is not None:
-                    sources[backward] = (*sources.get(backward, ()), drop)
-        for row in self.actions:
-            missing = dict(self.last_drops)
-            for action in row:
-                if action.kind.resource is Resource.HOST:
-                    sources[action] = tuple(missing.pop(stage) for stage in sorted(missing) if stage >= action.stage)
-        return sources
-
-    @cached_property
-    def _backward_visits(self) -> Mapping[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]]:
-        """The visits with backwards of each dealt stage in each pipeline, in order: (first micro-batch, worker, first
-        backward, D)."""
-        backward_visits: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
-        for worker in range(len(self.actions)):
-            crew = self.placement.crew_of(worker)
-            for visit in self.visits(worker):
-                if backwards := [action for action in visit.actions if action.kind.completes_micro_batch]:
-                    first = min(backward.micro_batch or 0 for backward in backwards)
-                    own = backward_visits.setdefault((visit.load.stage, crew), [])
-                    own.append((first, worker, backwards[0], visit.drop))
-        for visits in backward_visits.values():
-            visits.sort(key=lambda entry: entry[:2])
-        return backward_visits
-
-    @cached_property
-    def last_drops(self) -> Mapping[int, Action]:
-        """The D after which the gradients of a dealt stage without replicas are complete, where there is one."""
-        return {stage: visits[-1][3] for (stage, _), visits in self._backward_visits.items() if visits[-1][3]}
+                    links[action] = (replace(forward, stage=action.stage - 1),)
+        for kind in self.kinds:
+            for action, sources in {} if kind.links is None else kind.links(self).items():
+                links[action] = (*links.get(action, ()), *sources)
+        return links
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
         """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step
         where one of the two kinds concerns a step. The table need not have them."""
         stage, micro_batch = action.stage, action.micro_batch
         for kind in kinds:
-            if kind.is_of_visit or action.kind.is_of_visit:
-                yield from self._of_visit(process, action, kind)
+            if (concerned := kind.concerned or action.kind.concerned) is not None:
+                yield from concerned(self, process, action, kind)
             elif kind.is_of_mini_batch:
                 yield Action(kind, stage, step=action.step if micro_batch is None else self.step_of[micro_batch])
             elif micro_batch is not None:
@@ -227,39 +196,10 @@ class Schedule:
                 own = self.micro_batches_of(process, stage)
                 yield from (Action(kind, stage, m) for m in own if self.step_of[m] == action.step)
 
-    def _of_visit(self, process: int, action: Action, kind: ActionKind) -> Iterator[Action]:
-        """Yield the actions of a kind that concern an action of the same visit; of an L the D that makes room for it.
-        One of the two kinds is L or D."""
-        visit = self.visit_of(process, action)
-        if visit is None:
-            return
-        if action.kind == LOAD:
-            if kind == DROP and visit.after is not None:
-                yield visit.after
-        elif kind == LOAD:
-            yield visit.load
-        elif kind == DROP and visit.drop is not None:
-            yield visit.drop
-        else:
-            yield from (candidate for candidate in visit.actions if candidate.kind == kind)
-
-    def visit_of(self, process: int, action: Action) -> Visit | None:
-        """The visit that an action of a worker is in, or that it begins or ends."""
-        return self._visit_of[process].get(action)
-
-    def visits(self, process: int) -> tuple[Visit, ...]:
-        """The visits of weights in the row of a worker."""
-        # By identity: a visit's hash is that of all its actions.
-        return tuple({id(visit): visit for visit in self._visit_of[process].values()}.values())
-
-    @cached_property
-    def _visit_of(self) -> tuple[Mapping[Action, Visit], ...]:
-        """The visit of each action that has one, for each worker."""
-        every = []
-        for worker, row in enumerate(self.actions):
-            visits = visits_of(row, self.placement, worker) if self.kinds & {LOAD, DROP} else []
-            every.append({action: v for v in visits for action in (v.load, *v.actions, v.drop) if action is not None})
-        return tuple(every)
+    def does_nothing(self, process: int, action: Action) -> bool:
+        """Whether an action of a worker has nothing to do (`ActionKind.does_nothing`)."""
+        kind = action.kind
+        return kind.does_nothing is not None and kind.does_nothing(self, process, action)
 
     @cached_property
     def kinds(self) -> frozenset[ActionKind]:
@@ -315,27 +255,27 @@ class Schedule:
 
     def worker_of(self, action: Action) -> int:
         """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages.
-        Where stages are dealt, that of an L, a D or an H too."""
+        Where stages are shared, that of an action that is numbered or runs on the host too."""
         return self._worker_of[action]
 
     @cached_property
     def _worker_of(self) -> Mapping[Action, int]:
-        rows, is_dealt = enumerate(self.actions), self.placement.is_dealt
+        rows, is_shared = enumerate(self.actions), self.placement.is_shared
 
         def is_single(kind: ActionKind) -> bool:
-            return kind.is_of_visit or kind.resource is Resource.HOST
+            return kind.is_numbered or kind.resource is Resource.HOST
 
         return {
             action: worker
             for worker, row in rows
             for action in row
-            if action.micro_batch is not None or (is_dealt and is_single(action.kind))
+            if action.micro_batch is not None or (is_shared and is_single(action.kind))
         }
 
     def is_moving(self, action: Action) -> bool:
         """Whether the forward of a micro-batch is on another worker than its recomputation and its backward, where the
         action is one of the first two."""
-        if not self.placement.is_dealt or action.micro_batch is None or not self.is_training:
+        if not self.placement.is_shared or action.micro_batch is None or not self.is_training:
             return False
         if action.kind != FORWARD and (action.kind.sends or action.kind.receives is not Held.INPUT):
             return False

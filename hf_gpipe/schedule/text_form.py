@@ -28,7 +28,7 @@ of the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's
 it, and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage; with r
 replicas this is number (m // 4) % r.
 
-Where weights visit their device (`hf_gpipe.schedule.visits`), each run of a stage's actions stands between an L and a
+Where weights visit their device (`hf_gpipe.modes.visits`), each run of a stage's actions stands between an L and a
 D, which are numbered by the visits of the stage: `0L0 1L0 0F0 0F1 0D0 2L0 1F0 1F1 1D0`.
 
 A line `dealt: yes` after the placement says that weights are in CPU memory that the workers of a pipeline share. An
@@ -78,7 +78,7 @@ def write_text(
     ]
     if placement.group_size > 1:
         lines.append(f"{groups.KEY}: {placement.group_size}")
-    if placement.is_dealt:
+    if placement.is_shared:
         lines.append("dealt: yes")
     if steps is not None:
         lines.append(f"steps: {' '.join(map(str, steps))}")
@@ -174,7 +174,7 @@ def read_text(text: str, make: Callable[..., Table]) -> Table:
     devices = tuple(header["devices"].split()) if "devices" in header else None
     group_size = read(groups.KEY) if groups.KEY in header else 1
     try:
-        placement = Placement(read_workers(), devices, group_size, is_dealt="dealt" in header)
+        placement = Placement(read_workers(), devices, group_size, is_shared="dealt" in header)
     except ScheduleError as error:
         raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
     try:

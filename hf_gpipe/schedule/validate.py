@@ -23,23 +23,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import (
     FORWARD,
-    HOST_UPDATE,
     KINDS,
-    LOAD,
     UPDATE,
     ActionKind,
     Fault,
-    Held,
     Resource,
     needs_of,
 )
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.visits import wrong_visit
 
 _ONE_ROW = "where stages are dealt, it stands in the row of one of them."
 
@@ -97,7 +94,7 @@ def _of_places(schedule: Schedule) -> Iterator[Fault]:
                     f"{action} on process {process}: the micro-batches are 0 to {schedule.num_micro_batches - 1}.",
                     process,
                 )
-            if action.step >= schedule.num_steps and not action.kind.is_of_visit:
+            if action.step >= schedule.num_steps and not action.kind.is_numbered:
                 yield f"{action} on process {process}: the steps are 0 to {schedule.num_steps - 1}.", process
             if (problem := _wrong_home(schedule, process, action)) is not None:
                 yield problem, process
@@ -118,14 +115,14 @@ def _wrong_home(schedule: Schedule, process: int, action: Action) -> str | None:
     Everything else takes the worker of an action from its row.
     """
     own, homes = schedule.placement.workers[action.stage], _homes(schedule, action)
-    is_dealt = schedule.placement.is_dealt
-    if is_dealt and not (action.micro_batch is None and not action.kind.is_of_visit):
+    is_shared = schedule.placement.is_shared
+    if is_shared and not (action.micro_batch is None and not action.kind.is_numbered):
         own = tuple(range(len(schedule.actions)))
     if process not in own:
         problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
     elif process in homes:
         return None
-    elif is_dealt:
+    elif is_shared:
         return (
             f"{action} is on process {process}, and the pipeline of its micro-batch has the processes {list(homes)}; "
             "move it to one of them."
@@ -140,22 +137,22 @@ def _wrong_home(schedule: Schedule, process: int, action: Action) -> str | None:
 
 
 def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
-    """The processes on which an action stands: one, or for G and U every replica of its stage. Where stages are dealt,
-    those on one of which an action of a micro-batch or a visit stands."""
+    """The processes on which an action stands: one, or for G and U every replica of its stage. Of shared
+    stages those on one of which an action of a micro-batch, or one that is numbered, stands."""
     placement = schedule.placement
     if action.micro_batch is not None:
-        return placement.crew_of(placement.worker_of(action.stage, action.micro_batch))
-    if placement.is_dealt and action.kind.is_of_visit:
+        return placement.pipeline_of(placement.worker_of(action.stage, action.micro_batch))
+    if placement.is_shared and action.kind.is_numbered:
         return tuple(range(len(schedule.actions)))
     return placement.workers[action.stage]
 
 
 def _of_missing(schedule: Schedule) -> Iterator[Fault]:
-    is_dealt, rows = schedule.placement.is_dealt, [set(row) for row in schedule.actions]
+    is_shared, rows = schedule.placement.is_shared, [set(row) for row in schedule.actions]
 
     def missing(action: Action) -> Iterator[Fault]:
         homes = _homes(schedule, action)
-        if is_dealt and action.micro_batch is not None:
+        if is_shared and action.micro_batch is not None:
             count = sum(action in rows[home] for home in homes)
             if count != 1:
                 yield f"{action} stands on {count} of the processes {list(homes)}; {_ONE_ROW}", homes[0]
@@ -227,77 +224,10 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
     return needs
 
 
-def _of_visits(schedule: Schedule) -> Iterator[Fault]:
-    """A stage whose weights visit has them wherever it reads them."""
-    for process in range(len(schedule.actions)):
-        if (problem := wrong_visit(schedule, process)) is not None:
-            yield f"{problem}; write L before and D after a run of a stage's actions.", process
-    if schedule.is_window and LOAD in schedule.kinds:
-        yield "its weights change within the table, so they cannot visit; leave L and D out.", "steps"
-
-
-def _of_host_updates(schedule: Schedule) -> Iterator[Fault]:
-    """Updates on the host are of dealt stages without replicas. Each row ends with one, which waits for the others, and
-    no weight visits its owner's device afterwards."""
-    placement = schedule.placement
-    for process, row in enumerate(schedule.actions if HOST_UPDATE in schedule.kinds else ()):
-        first = next((action for action in row if action.kind == HOST_UPDATE), None)
-        if first is not None and (not placement.is_dealt or placement.has_replicas):
-            yield (
-                f"{first} on process {process}: H updates a stage that is dealt and has no replicas; write "
-                f"{replace(first, kind=UPDATE)} at the end.",
-                process,
-            )
-        updated: set[int] = set()
-        for action in row:
-            if action.kind == HOST_UPDATE:
-                updated.add(action.stage)
-            elif action.stage in updated:
-                update = Action(HOST_UPDATE, action.stage)
-                yield f"{action} comes after {update} on process {process}; move it before.", process
-        if row[-1].kind != HOST_UPDATE:
-            yield (
-                f"the row of process {process} ends with {row[-1]}: where a table has H, no stage has U, and each row "
-                "ends with an H; move the last one there.",
-                process,
-            )
-
-
-def _of_kinds(schedule: Schedule) -> Iterator[Fault]:
-    """Faults that kinds of actions find themselves."""
-    for check in dict.fromkeys(kind.check for kind in KINDS.values() if kind in schedule.kinds and kind.check):
-        yield from check(schedule)
-
-
-def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
-    """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
-    if not schedule.placement.is_dealt:
-        return
-    if schedule.group_size > 1 or schedule.is_window:
-        what: int | str = groups.KEY if schedule.group_size > 1 else "steps"
-        yield "its stages are dealt, so its rows are whole, it has one step.", what
-    numbers: dict[Action, int] = {}
-    for process, row in enumerate(schedule.actions):
-        makers: dict[int, set[int | None]] = {}
-        visiting = {action.stage for action in row if action.kind == LOAD}
-        for action in row:
-            if action.kind.is_of_visit and numbers.setdefault(action, process) != process:
-                problem = "visits of a dealt stage are numbered over all processes"
-                yield f"{action} is on processes {numbers[action]} and {process}: {problem}.", process
-            if action.micro_batch is None:
-                continue
-            if action.stage not in visiting and schedule.is_training:
-                yield f"{action} without an L of stage {action.stage}, which is dealt; write L before.", process
-            graphs = makers.setdefault(action.stage, set())
-            if Held.GRAPH in action.kind.frees and action.micro_batch not in graphs:
-                problem = f"{action} finds no graph on process {process}: its forward is on another one"
-                yield f"{problem}; write R before it.", process
-            if action.kind.makes is Held.GRAPH:
-                graphs.add(action.micro_batch)
-                if action.stage == schedule.num_stages - 1 and not action.kind.sends:
-                    forward = Action(FORWARD, action.stage, action.micro_batch)
-                    if schedule.worker_of(forward) != process:
-                        yield f"{action}: the last stage's loss stays on the process of {forward}.", process
+def _of_modes(schedule: Schedule) -> Iterator[Fault]:
+    """Faults that modes find (`hf_gpipe.modes`)."""
+    for faults in functions_of_modes("table", "faults"):
+        yield from faults(schedule)
 
 
 def _of_versions(schedule: Schedule) -> Iterator[Fault]:
@@ -367,6 +297,6 @@ def _of_order_on_edges(schedule: Schedule) -> Iterator[Fault]:
 
 #: From simple to subtle; each takes for granted what those before it have checked.
 _CHECKS: tuple[Callable[[Schedule], Iterator[Fault]], ...] = (
-    *(_of_shape, _of_places, _of_missing, _of_dealt, _of_host_updates, _of_visits, _of_kinds, _of_order_in_process),
+    *(_of_shape, _of_places, _of_missing, _of_modes, _of_order_in_process),
     *(_of_versions, _of_order_of_reductions, _of_order_on_edges),
 )

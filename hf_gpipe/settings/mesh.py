@@ -206,7 +206,7 @@ class MeshConfig(Settings):
                 'such as "0,2 1,3".'
             )
         is_shared = schedule in SCHEDULES and SCHEDULES[schedule].is_shared
-        placement = self.division.placed(Placement(workers, is_dealt=is_shared))
+        placement = self.division.placed(Placement(workers, is_shared=is_shared))
         sizes = placement.num_stages, placement.num_processes
         if sizes != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
             raise UserError(

@@ -27,7 +27,9 @@ from hf_gpipe.job.world import World
 from hf_gpipe.modes.divided_head import runtime as divided_head
 from hf_gpipe.modes.divided_head.edges import connect_head
 from hf_gpipe.modes.visits import runtime as visiting
+from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
 from hf_gpipe.modes.visits.relays import connect_relays
+from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
@@ -38,8 +40,7 @@ from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Costs, Schedule, seconds_of_steps, simulate
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import HOST_UPDATE, RECOMPUTE, Resource
-from hf_gpipe.schedule.visits import most_loaded
+from hf_gpipe.schedule.kinds import RECOMPUTE, Resource
 
 _FLOAT_BYTES = 4
 

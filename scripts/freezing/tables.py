@@ -17,6 +17,7 @@ from zlib import crc32
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.modes.host_graphs.table import AWAY, OFFLOAD, PREFETCH, with_offloads
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
+from hf_gpipe.modes.visits.table import check_visits, with_visits
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import (
@@ -34,8 +35,7 @@ from hf_gpipe.schedule.kinds import UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import most_held, most_of_equal_stages
-from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside
-from hf_gpipe.schedule.visits import check_visits, with_visits
+from hf_gpipe.schedule.updates import updates_beside
 from hf_gpipe.schedule.zero_bubble import whole_backwards
 from hf_gpipe.settings.pipeline import PipelineConfig
 from scripts.freezing.results import Entries, exact
@@ -151,8 +151,8 @@ def _table(
         table = with_visits(table)
         if table.is_training:
             check_visits(table, are_trained=visitors == "all")
-    if is_beside and can_update_beside(table):
-        table = with_updates_beside(table)
+    if is_beside:
+        table = updates_beside(table) or table
     return table if first is None else table.of_first(first)
 
 
@@ -295,7 +295,7 @@ def _listed(stages: int, processes: int, count: int, most: int, effort: int, *, 
 
 def _dealt(stages: int, workers: int, count: int, most: int | None, rounds: int | None) -> Schedule:
     forward = [Fraction(2 + (3 * s) % 4, 2) for s in range(stages)]
-    placement = Placement.dealt(stages, workers).balanced([3 + (5 * s) % 7 for s in range(stages)])
+    placement = Placement.shared(stages, workers).balanced([3 + (5 * s) % 7 for s in range(stages)])
     deal = deal_of(placement, count, forward, forward, [2 * f for f in forward], most, rounds)
     return dealt_table(placement, count, deal)
 

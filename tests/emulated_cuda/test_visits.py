@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError
 from hf_gpipe.modes.visits import weights as visits
+from hf_gpipe.modes.visits.table import most_loaded
+from hf_gpipe.modes.visits.visit import DROP
 from hf_gpipe.modes.visits.weights import VisitingWeights
-from hf_gpipe.schedule.kinds import DROP
-from hf_gpipe.schedule.visits import most_loaded
 from tests.emulated_cuda.comparing import assert_near, gathered
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.happens_before import checking
@@ -133,7 +133,7 @@ def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
     expected = gradients_of(dealt("cuda:0", schedule="breadth_first", offload_weights=None))
     pipe = dealt(["cuda:0", "cuda:1"])
     table = pipe.schedule(4)
-    assert table.placement.is_dealt
+    assert table.placement.is_shared
     assert len(table.actions) == 2
     assert any(source.kind == DROP for one in table.actions[1] for source in table.sources(one))
     assert_near(gradients_of(pipe), expected, 0.0, "number")
@@ -213,20 +213,20 @@ def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
 @on_emulated_cuda()
 def test_a_device_has_two_slots_of_dealt_stages_and_one_graph() -> None:
     peaks, devices = {}, ["cuda:0", "cuda:1"]
-    for is_dealt in (False, True):
+    for is_shared in (False, True):
         before = [torch.cuda.memory_allocated(device) for device in devices]
         # In both a graph is made by recomputing and used up, or is the last stage's; the rest is inputs.
         stays: dict[str, Any] = {"schedule": "breadth_first", "recompute": "stage", "offload_weights": None}
-        pipe = dealt(devices if is_dealt else "cuda:0", num_stages=6, **({} if is_dealt else stays))
+        pipe = dealt(devices if is_shared else "cuda:0", num_stages=6, **({} if is_shared else stays))
         batch = padded_batch(pipe.adapter.config)
         pipe.train_step(batch)
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
         pipe.train_step(batch)
-        peaks[is_dealt] = [torch.cuda.max_memory_allocated(one) - of for one, of in zip(devices, before, strict=True)]
+        peaks[is_shared] = [torch.cuda.max_memory_allocated(one) - of for one, of in zip(devices, before, strict=True)]
         weights = sum(p.nbytes for p in pipe.parameters())
         visits = [*visits_of(pipe).values()]
-        most = most_loaded(pipe.schedule(4)) if is_dealt else []
+        most = most_loaded(pipe.schedule(4)) if is_shared else []
         largest = max((n for own in visits for n in own.hosted_bytes.values()), default=0)
         del pipe, visits
     for peak, count in zip(peaks[True], most, strict=True):

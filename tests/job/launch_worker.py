@@ -20,9 +20,10 @@ from hf_gpipe.job import failures, launch
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.world import World
+from hf_gpipe.modes.visits.visit import DROP
 from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, Resource
+from hf_gpipe.schedule.kinds import Resource
 
 #: What a message may take where one is waited for in vain, or where work takes longer: a busy machine takes seconds.
 LIMIT_SECONDS, LONGER_SECONDS = 6, 8

@@ -10,6 +10,8 @@ from torch import nn
 
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
+from hf_gpipe.modes.visits.visit import LOAD
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.bound import limit_of_step
 from hf_gpipe.planner.costs.stage_costs import NOTHING
@@ -22,7 +24,7 @@ from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.search.visiting import open_visitors, visiting_ways, way_of
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.schedule.kinds import HOST_UPDATE, LOAD, RECOMPUTE
+from hf_gpipe.schedule.kinds import RECOMPUTE
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
@@ -83,7 +85,7 @@ def test_updates_beside_backwards_owners_and_messages() -> None:
     assert max(loads) - min(loads) <= max(sizes[1:])
     # What the table sends: a recomputation on another worker than its forward receives the inputs too.
     table, plan = beside.schedule, plans[False]
-    every = [one for one in messages(table) if not one.source.kind.is_of_visit]
+    every = [one for one in messages(table) if not one.source.kind.is_signal]
     size = {stage.number: costs.layers[stage.layers.start] for stage in plan.stages}
     expected = sum(
         size[one.source.stage].gradient_input_bytes
@@ -121,7 +123,7 @@ def test_a_heavy_head_has_a_slot_of_its_own() -> None:
     made = planner(costs, rows=8)
     equal = made.plan(dealt((1,) * 13, 4, num_micro_batches=8))
     best = best_plan(made, config)
-    assert best.timeline.schedule.placement.is_dealt
+    assert best.timeline.schedule.placement.is_shared
     assert best.step_seconds < 0.9 * equal.step_seconds
     assert "pipeline.schedule=round_robin pipeline.recompute=auto" in overrides(best, config)
     assert "pipeline.offload_weights=all" in overrides(best, config)

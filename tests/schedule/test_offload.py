@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.modes.host_graphs.table import AWAY, FEWEST_GRAPHS, OFFLOAD, PREFETCH, with_offloads
+from hf_gpipe.modes.visits.table import with_visits
 from hf_gpipe.schedule import Costs, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
-from hf_gpipe.schedule.visits import with_visits
 from tests.schedule.cases import OWN, Recompute, peak, schedules
 
 

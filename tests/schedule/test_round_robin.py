@@ -10,13 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
+from hf_gpipe.modes.visits.table import most_loaded
+from hf_gpipe.modes.visits.visit import DROP, LOAD, last_drops, visits
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, placement_for, simulate
-from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, HOST_UPDATE, LOAD, Held
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, Held
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
-from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
-from hf_gpipe.schedule.visits import most_loaded
+from hf_gpipe.schedule.updates import updates_beside, with_updates_last
+
+
+def beside_of(table: Schedule) -> Schedule:
+    """The table with updates beside backwards."""
+    made = updates_beside(table)
+    assert made is not None
+    return made
 
 
 def dealt(num_stages: int, num_micro_batches: int, num_workers: int, replicas: int = 1) -> Schedule:
@@ -70,7 +79,7 @@ def test_every_table_has_two_slots_of_weights_on_a_device(
 
 def check_updates_beside(table: Schedule, shares: list[int], backward: list[int]) -> None:
     """An update on the host begins when the gradients of its stage, and of those after it, are on the host."""
-    beside = with_updates_beside(table)
+    beside = beside_of(table)
     check_table(beside)
     assert Schedule.from_text(str(beside)) == beside
     assert with_updates_last(beside) == table
@@ -84,22 +93,20 @@ def check_updates_beside(table: Schedule, shares: list[int], backward: list[int]
         assert all(one.end <= other.start for one, other in pairwise(own))
         assert row[-1].kind == HOST_UPDATE
         for span in own:
-            assert span.start >= max(ends[d] for stage, d in beside.last_drops.items() if stage >= span.action.stage)
+            assert span.start >= max(ends[d] for stage, d in last_drops(beside).items() if stage >= span.action.stage)
 
 
 def test_updates_hide_beside_backwards() -> None:
     table = dealt(16, 32, 4)
     costs = Costs(1, 2, update_seconds=16)
     free, last, beside = (
-        simulate(*one).total_seconds
-        for one in ((table, Costs(1, 2)), (table, costs), (with_updates_beside(table), costs))
+        simulate(*one).total_seconds for one in ((table, Costs(1, 2)), (table, costs), (beside_of(table), costs))
     )
     assert last - free == 4 * 16
     # The lowest stages have no backwards after theirs.
     assert beside - free <= 1.5 * 16
-    with pytest.raises(ScheduleError, match="its updates stay at the end of a step"):
-        with_updates_beside(dealt(4, 2, 2, replicas=2))
-    picture = draw_text(simulate(with_updates_beside(dealt(4, 2, 2)), Costs(1, 2, update_seconds=1))).splitlines()
+    assert updates_beside(dealt(4, 2, 2, replicas=2)) is None, "the gradients of replicas are summed at the end"
+    picture = draw_text(simulate(beside_of(dealt(4, 2, 2)), Costs(1, 2, update_seconds=1))).splitlines()
     assert picture[0].endswith("0R0 0B0 --- 0R1 0B1 --- 0H"), "2H is beside 0R0"
 
 
@@ -115,7 +122,7 @@ def test_updates_hide_beside_backwards() -> None:
     ],
 )
 def test_what_is_wrong_with_updates_on_the_host(word: str, instead: str, problem: str) -> None:
-    text = str(with_updates_beside(dealt(4, 2, 2)))
+    text = str(beside_of(dealt(4, 2, 2)))
     assert word in text
     with pytest.raises(ScheduleError, match=problem):
         check_table(Schedule.from_text(text.replace(word, instead, 1)))
@@ -147,7 +154,7 @@ def test_a_heavy_head_binds_no_worker() -> None:
 
 def test_gradients_are_handed_over_between_visits() -> None:
     table = dealt(5, 12, 2)
-    last = [visit for worker in range(2) for visit in table.visits(worker) if visit.load.stage == 0]
+    last = [visit for worker in range(2) for visit in visits(table, worker) if visit.load.stage == 0]
     backwards = [visit for visit in last if any(one.kind == BACKWARD for one in visit.actions)]
     assert len(backwards) > 1
     handed = {(one.source, one.consumer) for one in messages(table) if one.source.kind == DROP}
@@ -189,7 +196,7 @@ def test_what_cannot_be_dealt() -> None:
     with pytest.raises(ScheduleError, match="5 workers: every worker updates one"):
         placement_for("round_robin", 4, 5)
     with pytest.raises(ScheduleError, match="no worker is of two"):
-        Placement([(0, 1), (1, 0)], is_dealt=True)
+        Placement([(0, 1), (1, 0)], is_shared=True)
     table = dealt(4, 2, 2)
     with pytest.raises(ScheduleError, match="its rows are whole"):
         check_table(replace(table, placement=replace(table.placement, group_size=2)))

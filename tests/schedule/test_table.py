@@ -40,7 +40,7 @@ def test_text_that_is_not_an_action(text: str) -> None:
 @pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("1A3", "A")])
 def test_a_kind_that_this_version_does_not_have(text: str, kind: str) -> None:
     with pytest.raises(
-        ScheduleError, match=f"'{text}': {kind} is not .* version 9 .* has F, R, B, I, W, G, U, H, D, L, S, T, O, P"
+        ScheduleError, match=f"'{text}': {kind} is not .* version 9 .* has F, R, B, I, W, G, U, O, P, D, L, H, S, T"
     ):
         Action.parse(text)
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.visits.table import check_visits, most_loaded, with_visits
+from hf_gpipe.modes.visits.visit import DROP, LOAD, visits
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
-from hf_gpipe.schedule.kinds import DROP, LOAD, Held
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
-from hf_gpipe.schedule.visits import check_visits, most_loaded, with_visits
 from tests.schedule.cases import OWN, VOCABULARY, Recompute, schedules
 
 
@@ -42,17 +43,17 @@ def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
     plain, _ = case
     table = with_visits(plain)
     check_table(table)
-    kept = tuple(tuple(one for one in row if not one.kind.is_of_visit) for row in table.actions)
+    kept = tuple(tuple(one for one in row if not one.kind.is_numbered) for row in table.actions)
     if plain.is_training:
         assert replace(table, actions=kept) == plain
     for worker in range(len(table.actions)):
-        visits = table.visits(worker)
-        covered = [action for visit in visits for action in visit.actions]
+        own = visits(table, worker)
+        covered = [action for visit in own for action in visit.actions]
         assert sorted(covered) == sorted(one for one in table.actions[worker] if one.micro_batch is not None)
     # A visit costs no time where copies cost none, and no table is shorter with copies.
     # A visit takes the buffer that has been free for longest.
     for worker, row in enumerate(table.actions):
-        after = {visit.load: visit.after for visit in table.visits(worker)}
+        after = {visit.load: visit.after for visit in visits(table, worker)}
         free: deque[Action | None] = deque([None] * most_loaded(table)[worker])
         for action in row:
             if action.kind == LOAD:
@@ -76,9 +77,9 @@ def test_breadth_first_has_two_stages_on_a_device_and_each_visits_twice(
     check_visits(table)
     for worker in range(num_processes):
         # The last stages of all turn from forward to backward at once.
-        assert len(table.visits(worker)) == 2 * stages_each - 1
+        assert len(visits(table, worker)) == 2 * stages_each - 1
     forwards = with_visits(build("forward_only", table.num_stages, num_micro_batches, table.placement))
-    assert len(forwards.visits(0)) == stages_each
+    assert len(visits(forwards, 0)) == stages_each
 
 
 def test_where_nothing_would_be_gained() -> None:
@@ -143,7 +144,7 @@ def test_gradients_leave_one_visit_after_another() -> None:
     left = {f"{action}": end for (_, action), end in timeline.left_at.items()}
     assert left == {"3D": 27, "2D1": 36, "1D1": 45, "0D1": 54}
     held = most_held(timeline, 2)
-    assert held[Held.VISITING_GRADIENTS] == 1
+    assert held[Held.LEAVING_GRADIENTS] == 1
 
 
 def test_placements_with_replicas_and_devices() -> None:
@@ -153,4 +154,4 @@ def test_placements_with_replicas_and_devices() -> None:
     devices = Placement([0] * 6, ["cuda:0", "cuda:1"] * 3)
     check_table(spread := with_visits(build("breadth_first", 6, 4, devices)))
     assert most_loaded(spread) == (2,)
-    assert all(visit.after is None or visit.after.stage % 2 == visit.load.stage % 2 for visit in spread.visits(0))
+    assert all(visit.after is None or visit.after.stage % 2 == visit.load.stage % 2 for visit in visits(spread, 0))

@@ -42,8 +42,9 @@ def _sources(action: Action, num_stages: int) -> tuple[Action, ...]:
     return () if of_all is None else tuple(Action(of_all, stage, m) for stage in range(last))
 
 
-def _check(schedule: Schedule) -> Iterator[Fault]:
-    if schedule.placement.is_dealt:
+def faults(schedule: Schedule) -> Iterator[Fault]:
+    """Shared stages have no parts of the head."""
+    if LOGITS in schedule.kinds and schedule.placement.is_shared:
         yield "its stages are dealt, so it has no S and T.", 0
 
 
@@ -63,7 +64,6 @@ LOGITS = add_kind(
         rule=_RULE,
         is_optional=True,
         in_training_only=False,
-        check=_check,
         receives=HEAD_INPUT,
         makes=HELD_LOGITS,
         frees=(HEAD_INPUT,),

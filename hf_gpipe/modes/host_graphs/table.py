@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, LOAD, ActionKind, Fault, Held, Resource, add_kind
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, ActionKind, Fault, Held, Resource, add_kind
 from hf_gpipe.schedule.table import Schedule
 
 #: The value of `recompute` of a stage whose graphs wait on the host.
@@ -32,9 +32,9 @@ FEWEST_GRAPHS = 3
 _AWAY_FOR = 2
 
 
-def _check(schedule: Schedule) -> Iterator[Fault]:
+def faults(schedule: Schedule) -> Iterator[Fault]:
     """A graph that goes to the host comes back before its backward, and is not made again."""
-    for process, row in enumerate(schedule.actions):
+    for process, row in enumerate(schedule.actions if {OFFLOAD, PREFETCH} & schedule.kinds else ()):
         held: dict[tuple[int, int | None], str | None] = {}
         for action in row:
             where, kind = (action.stage, action.micro_batch), action.kind
@@ -48,7 +48,7 @@ def _check(schedule: Schedule) -> Iterator[Fault]:
                 )
             if kind.makes in (Held.GRAPH, AWAY) or freed is not None:
                 held[where] = kind.makes
-    if LOAD in schedule.kinds:
+    if OFFLOAD in schedule.kinds and any(kind.copies == "weights" for kind in schedule.kinds):
         yield "graphs that go to the host keep weights, which then cannot visit; leave O and P out.", 0
 
 
@@ -67,7 +67,6 @@ OFFLOAD = add_kind(
         held_ticks=1,
         copies="graphs",
         recompute=HOST,
-        check=_check,
         reads_weights=False,
     )
 )
@@ -85,7 +84,6 @@ PREFETCH = add_kind(
         working=Held.GRAPH,
         held_ticks=1,
         copies="graphs",
-        check=_check,
         reads_weights=False,
     )
 )

@@ -10,11 +10,11 @@ from hf_gpipe.modes.visits.key import DealtStages
 from hf_gpipe.modes.visits.relays import connect_relays
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
+from hf_gpipe.modes.visits.table import check_visits
 from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
 from hf_gpipe.pipeline.decision import Decision, check_draws_alike
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder, check_no_batch_norm
 from hf_gpipe.runtime.step import Rows
-from hf_gpipe.schedule.visits import check_visits
 from hf_gpipe.settings.mode import COMPARED_ROWS
 
 
@@ -25,7 +25,7 @@ class Builder(ModeBuilder):
         super().__init__(building)
         decision = building.decision
         _check_dealt(decision)
-        self._memory = SharedMemory(decision.world) if decision.world.placement.is_dealt else None
+        self._memory = SharedMemory(decision.world) if decision.world.placement.is_shared else None
         building.shared = self._memory
         if visitors := decision.config.visits.offload_weights:
             check_visits(decision.full_table, are_trained=visitors == "all")
@@ -63,7 +63,7 @@ class Builder(ModeBuilder):
 def _check_dealt(decision: Decision) -> None:
     """Raise UserError where stages are dealt and something needs them in one place."""
     config, loss = decision.config, decision.loss
-    if not decision.world.placement.is_dealt:
+    if not decision.world.placement.is_shared:
         return
     # Of a table, whose name does not tell.
     DealtStages.check_visits(config.values())

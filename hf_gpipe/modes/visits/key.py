@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
+from hf_gpipe.modes.visits.visit import LOAD
 from hf_gpipe.schedule import Schedule, is_table_file
-from hf_gpipe.schedule.kinds import LOAD
 from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Auto, Keys, Mode, Visitors
 
 

@@ -15,7 +15,7 @@ def connect_relays(world: Mesh) -> dict[tuple[int, int, int], Channel]:
     in CPU memory.
     """
     placement = world.placement
-    if not placement.is_dealt or world.num_processes == 1:
+    if not placement.is_shared or world.num_processes == 1:
         return {}
     cpu, first = torch.device("cpu"), 2 * placement.num_stages
     group, own = world.group_on(cpu), {*world.workers}
@@ -24,8 +24,8 @@ def connect_relays(world: Mesh) -> dict[tuple[int, int, int], Channel]:
             world.peer(receiver if sender in own else sender), first + stage, group, cpu, lambda _: torch.uint8
         )
         for stage in range(placement.num_stages)
-        for crew in placement.crews
-        for sender in crew
-        for receiver in crew
+        for pipeline in placement.pipelines
+        for sender in pipeline
+        for receiver in pipeline
         if (sender in own) != (receiver in own)
     }

@@ -20,8 +20,9 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE
 from hf_gpipe.schedule.named import SCHEDULES, NamedSchedule
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits
@@ -94,12 +95,12 @@ def deal_of(
     Raises:
         ScheduleError: the placement does not deal its stages.
     """
-    if not placement.is_dealt:
+    if not placement.is_shared:
         raise ScheduleError(
             f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of "
             "their own, and these are dealt; leave the placement out."
         )
-    workers, count = len(placement.crew_of(0)), -(-count // len(placement.crews))
+    workers, count = len(placement.pipeline_of(0)), -(-count // len(placement.pipelines))
     repeated = [r + b for r, b in zip(recompute, backward, strict=True)]
     together = [f + b for f, b in zip(forward, backward, strict=True)]
     slots = _slots(forward, repeated, together, max(together[-1], *forward[:-1], *repeated[:-1], 0), most_stages)
@@ -166,7 +167,7 @@ def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) ->
 ROUND_ROBIN = "round_robin"
 SCHEDULES[ROUND_ROBIN] = NamedSchedule(
     round_robin,
-    place=Placement.dealt,
+    place=Placement.shared,
     is_shared=True,
     takes_groups=False,
     same_replicas="is dealt to one pipeline's workers",
@@ -183,14 +184,14 @@ def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal)
     """The actions of each worker of a placement that deals its stages, with L and D."""
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     num_visits: dict[int, int] = {}
-    for replica, crew in enumerate(placement.crews):
-        own = range(replica, num_micro_batches, len(placement.crews))
-        for worker, order in zip(crew, _of_crew(len(crew), own, deal, num_visits), strict=True):
+    for replica, pipeline in enumerate(placement.pipelines):
+        own = range(replica, num_micro_batches, len(placement.pipelines))
+        for worker, order in zip(pipeline, _of_pipeline(len(pipeline), own, deal, num_visits), strict=True):
             orders[worker] = order
     return orders
 
 
-def _of_crew(size: int, micro_batches: Sequence[int], deal: Deal, num_visits: dict[int, int]) -> list[list[Action]]:
+def _of_pipeline(size: int, micro_batches: Sequence[int], deal: Deal, num_visits: dict[int, int]) -> list[list[Action]]:
     """The actions of each worker of a pipeline; the visits of each stage follow those that are counted."""
     rounds = min(deal.num_rounds, max(1, len(micro_batches)))
     base, extra = divmod(len(micro_batches), rounds)

@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
+from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.modes.visits.weights import VisitingWeights
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.performing import perform, update
 from hf_gpipe.runtime.step import Message, ModeState, Performed, Planned, Rows, Run, Step, Tensors
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, HOST_UPDATE, LOAD, REDUCE, Resource
+from hf_gpipe.schedule.kinds import REDUCE, Resource
 from hf_gpipe.schedule.table import Schedule
 
 NAME = "visits"
@@ -44,7 +46,7 @@ class State(ModeState):
         self.channels = [*self._relays.values()]
 
     def message(self, source: Action, consumer: Action, sender: int, receiver: int) -> Message | None:
-        if not source.kind.is_of_visit:
+        if not source.kind.is_signal:
             return None
         number = -1 if consumer.micro_batch is None else consumer.micro_batch
         return Message(self._relays[source.stage, sender, receiver], (number, 0), lambda _: {"done": (1,)})
@@ -66,7 +68,7 @@ class State(ModeState):
 
     def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
         """Let an action run in a visit of its stage's weights; G of a dealt stage waits for the gradients."""
-        if action.kind == REDUCE and schedule.placement.is_dealt:
+        if action.kind == REDUCE and schedule.placement.is_shared:
             return performed._replace(wait=_await_gradients)
         is_visited = LOAD in schedule.kinds and action.micro_batch is not None
         return performed._replace(run=_in_visit(performed.run)) if is_visited else performed

@@ -50,7 +50,7 @@ class SharedMemory:
 
     def __init__(self, world: Mesh) -> None:
         self._world = world
-        self._peers = world.placement.crew_of(world.worker)
+        self._peers = world.placement.pipeline_of(world.worker)
         self._is_shared = len({world.placement.ranks_of(worker) for worker in self._peers}) > 1
         #: The event after which the gradients of a stage's last visit in this process are there, by stage, on CUDA.
         self.given: dict[int, torch.cuda.Event] = {}

@@ -1,7 +1,7 @@
 """Weights that are on the host and visit the device of their stage for the runs of its actions.
 
 Each visiting stage has a buffer on its device while it is there. A table lets at most a few stages visit at once
-(`hf_gpipe.schedule.visits`), mostly two, so the device holds so many buffers of the largest stage's size and no more.
+(`hf_gpipe.modes.visits`), mostly two, so the device holds so many buffers of the largest stage's size and no more.
 
 Weights that are not trained, such as those under LoRA adapters, come and are dropped. Of trained ones the gradients go
 to the host at the end of a visit, where the optimizer updates the weights. On CUDA the host's memory is pinned, and

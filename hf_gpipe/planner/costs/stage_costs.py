@@ -196,13 +196,13 @@ class StageCosts:
             held = sum([self.part.held] * len(stages), start=held)
         return held
 
-    def hosted(self, start: int, stop: int, visitors: Visitors | None, *, is_dealt: bool = False) -> Parameters:
+    def hosted(self, start: int, stop: int, visitors: Visitors | None, *, is_shared: bool = False) -> Parameters:
         """The size of the weights of a stage that visit its device: frozen weights, or all weights that no other layer
         uses; all weights of a dealt stage."""
         if visitors is None:
             return Parameters()
         held, own = self.held(start, stop), self._own[stop] - self._own[start]
-        if is_dealt:
+        if is_shared:
             return held
         trained = own if visitors == "all" else Parameters()
         return Parameters(

@@ -45,7 +45,7 @@ def way_of(plan: Plan) -> str:
     """Words that say where the weights of a plan are, with the recipe's key and value where they visit."""
     if (visitors := plan.settings.visits.offload_weights) is None:
         return "weights stay on their devices"
-    order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else _BREADTH_FIRST
+    order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_shared else _BREADTH_FIRST
     return f"{SETTING}={visitors}, {order}"
 
 
@@ -132,7 +132,7 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     for the weights of two such slots, they have fewer stages.
     """
     settings, table = plan.settings, plan.timeline.schedule
-    if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
+    if asked.is_decided or table.name not in DEALT or len(table.placement.pipeline_of(0)) == 1:
         return plan
     costs = costs_of_table(plan.layout)
     forward, again, backward = map(each_stage, (costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds))
@@ -142,7 +142,7 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
         total = simulate(with_updates_of_run(made, plan.planner.inputs), costs).total_seconds
         return float(total), sum(len(row) for row in made.actions)
 
-    most_rounds = table.num_micro_batches // len(table.placement.workers[0]) // len(table.placement.crew_of(0))
+    most_rounds = table.num_micro_batches // len(table.placement.workers[0]) // len(table.placement.pipeline_of(0))
     for most in _SLOTS:
         size = table.placement, table.num_micro_batches
         rounds = [number for number in _ROUNDS if (number or 0) <= most_rounds]
