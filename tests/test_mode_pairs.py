@@ -22,7 +22,7 @@ M = 4
 MODES: dict[str, dict[str, Any]] = {
     "chunks": {"sequence_chunks": 2},
     "visits": {"offload_weights": "all", "schedule": "breadth_first"},
-    "dealt_stages": {"offload_weights": "all", "schedule": "round_robin"},
+    "shared_stages": {"offload_weights": "all", "schedule": "round_robin"},
     "host_graphs": {"recompute": "host"},
     "boundary": {"boundary_dtype": "float32"},
     "compiled": {"torch_compile": "eager"},
@@ -48,7 +48,7 @@ PAIRS = [pair for pair in combinations(MODES, 2) if keys(*pair) is not None]
 
 def excluded(one: str, other: str) -> bool:
     modes = PipelineConfig().modes
-    on = {one, other} | ({"visits"} if "dealt_stages" in (one, other) else set())  # dealt stages visit
+    on = {one, other} | ({"visits"} if "shared_stages" in (one, other) else set())  # dealt stages visit
     return any(b in modes[a].excludes for a, b in permutations(on, 2) if a in modes)
 
 

@@ -414,7 +414,7 @@ def run_dealt(cases: list[Any], schedule: dict[str, Any]) -> list[tuple[list[Res
     return found
 
 
-def test_dealt_stages_in_two_processes_have_the_numbers_of_stages_that_stay() -> None:
+def test_shared_stages_in_two_processes_have_the_numbers_of_stages_that_stay() -> None:
     """To the last bit, but for tied weights, whose gradients of two stages are added up at the end."""
     expected = run_dealt(DEALT, {"schedule": "breadth_first"})
     dealt = {"schedule": "round_robin", "offload_weights": "all", "num_processes": 2}
@@ -561,7 +561,7 @@ def test_a_visit_takes_the_buffer_that_its_table_says(monkeypatch: pytest.Monkey
             assert visit.after is None or left_by[visit.after] == buffer
 
 
-def test_dealt_stages_draw_alike_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_stages_draw_alike_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of several models draw other masks from one seed, and one of them recomputes what another has computed."""
     monkeypatch.setattr(World, "device_models", ("NVIDIA A100", "NVIDIA H100"))
     config, dealt = with_layers(4), {"schedule": "round_robin", "offload_weights": "all"}
@@ -569,7 +569,7 @@ def test_dealt_stages_draw_alike_or_are_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"^neftune_noise_alpha=5.* several models \(NVIDIA A100, NVIDIA H100\): "):
         PipelineTrainer(without, PipelineTrainingArguments(str(tmp_path), neftune_noise_alpha=5))
     config.attention_dropout = 0.1
-    with pytest.raises(UserError, match=r"^attention_dropout=0.1, and the stages are dealt to GPUs of several models"):
+    with pytest.raises(UserError, match=r"^attention_dropout=0.1, and the stages are shared by GPUs of several models"):
         pipeline(plain_model(config), **dealt)
     assert pipeline(plain_model(config)).adapter.dropout == {"attention_dropout": 0.1}
     monkeypatch.setattr(World, "device_models", ("NVIDIA H100",))

@@ -26,8 +26,8 @@ def measure_step(
 ) -> tuple[Timeline, Timeline]:
     """Run a training step some times and keep the one of median length.
 
-    Every process calls it, with the same mini-batches, and gets the same result. Gradients are dropped. Under an
-    asynchronous schedule a window of twice as many steps as stages is run, each on these mini-batches.
+    Every process calls it, with the same mini-batches, and gets the same result. Gradients are dropped. Of a
+    schedule with windows a window of twice as many steps as stages is run, each on these mini-batches.
 
     Args:
         pipe: the pipeline; its weights change only by what `update` does.

@@ -29,7 +29,7 @@ class StageParameters:
         adapter: of the model.
         models: the stages of this process, by number.
         world: the processes.
-        of_workers: of each worker of this process the stages that it runs; of dealt ones all, whoever updates them.
+        of_workers: of each worker of this process the stages that it runs; of shared ones all, whoever updates them.
         shares_updates: whether replicas share the updates of an optimizer.
         seed: of dropout, and of weights that a checkpoint does not have.
         shared: as of `Ties`.
@@ -65,7 +65,7 @@ class StageParameters:
 
     @property
     def every_model(self) -> Iterator[StageModel]:
-        """The models of all stages that this process runs: its own, and where stages are dealt, one of each stage for
+        """The models of all stages that this process runs: its own, and where stages are shared, one of each stage for
         each of its devices. What changes how a model computes must change all of them."""
         return (model for models in self._of_workers for model in models.values())
 
@@ -184,7 +184,7 @@ class StageParameters:
         Raises CheckpointError if the files are missing or do not fit the model.
         """
         check_not_quantised(self.adapter, "load_pretrained")
-        # Of dealt stages too, whose mapped weights and buffers each process has for itself.
+        # Of shared stages too, whose mapped weights and buffers each process has for itself.
         for models in self._of_workers:
             if self.adapter.peft is not None:
                 load_adapters(Path(directory), models, self.adapter.peft)

@@ -44,10 +44,11 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             f"such parameters: {listed(others, 3)}; the head of another task is left out so, and any other tensor is a "
             "sign that the model's configuration is not that of the checkpoint"
         )
-    ranks, visitors = world.worker_ranks(config.division), config.visits.offload_weights
+    ranks = world.worker_ranks(config.division)
     kernels = kernels_of(adapter.reference) if config.liger.use_liger_kernel else {}
     building = Building(decision, weights, seed, ranks, run_by={worker: {} for worker in world.workers})
     modes: dict[str, ModeBuilder] = {name: mode.Builder(building) for name, mode in parts_of_modes("building").items()}
+    maps_files = any(mode.maps_files for mode in modes.values())
     for stage, layers in enumerate(decision.partition):
         for mode in modes.values():
             layers = mode.layers(layers)
@@ -56,7 +57,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             if stage not in world.placement.stages_run_by(worker):
                 continue
             device = world.device_of(worker, stage)
-            model = assemble(adapter, layers, weights, device, seed, maps_files=bool(visitors), ranks=ranks)
+            model = assemble(adapter, layers, weights, device, seed, maps_files=maps_files, ranks=ranks)
             own[stage] = made[worker] = model
             if kernels:
                 model.use_kernels(kernels)

@@ -167,7 +167,7 @@ class Decision:
             placement = placement.balanced(adapter.parameters_of(partition))
         if table is not None and placement.is_shared and any(len(rank.devices) > 1 for rank in world.ranks):
             raise UserError(
-                f"the table {table.name!r} deals its stages, and a process has several devices; start a process for "
+                f"the table {table.name!r} shares its stages, and a process has several devices; start a process for "
                 "each device, or name the schedule, which makes a table for the devices"
             )
         mesh = Mesh.of(world, placement)
@@ -266,7 +266,7 @@ class Decision:
 
 
 def check_draws_alike(world: Mesh, what: str) -> None:
-    """Raise UserError where stages are dealt to GPUs that draw other random numbers from one seed.
+    """Raise UserError where stages are shared by GPUs that draw other random numbers from one seed.
 
     Args:
         what: the setting of what is drawn, in words.
@@ -274,7 +274,7 @@ def check_draws_alike(world: Mesh, what: str) -> None:
     models = world.device_models
     if world.placement.is_shared and len(models) > 1:
         raise UserError(
-            f"{what}, and the stages are dealt to GPUs of several models ({', '.join(models)}): a GPU recomputes what "
+            f"{what}, and the stages are shared by GPUs of several models ({', '.join(models)}): a GPU recomputes what "
             "another has computed, and GPUs of another model draw other numbers from one seed; set it to 0, use GPUs "
             "of one model, or use the schedule breadth_first"
         )

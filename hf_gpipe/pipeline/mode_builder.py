@@ -47,7 +47,13 @@ class ModeBuilder:
     """A mode's part in building a pipeline (`hf_gpipe.modes`). A mode overrides what it needs.
 
     Every process calls the methods, in the order in which they stand here.
+
+    Attributes:
+        maps_files: whether weights that are read are the mapped files on the CPU, which take no memory until they are
+            used.
     """
+
+    maps_files = False
 
     def __init__(self, building: Building) -> None:
         """Raises UserError, on every process, where the decision does not go with the mode."""

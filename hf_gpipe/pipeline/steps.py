@@ -106,7 +106,7 @@ class Steps:
         update: UpdateStage,
         times: list[ActionTime] | None = None,
     ) -> torch.Tensor:
-        """Run steps under an asynchronous schedule, in which each stage updates its weights by itself after each step.
+        """Run the steps of a window, in which each stage updates its weights by itself after each step.
 
         No micro-batch is in the pipeline before or after the call, and every weight then has the updates of all steps.
         The call drops gradients that are there before it, and those of each step after their update.

@@ -1,4 +1,4 @@
-"""Background threads of the executor: one sends messages that wait for a copy, one updates dealt stages on the CPU.
+"""Background threads of the executor: one sends messages that wait for a copy, one updates shared stages on the CPU.
 
 The loop raises the first error of a thread before its next action. But the loop may be blocked in a receive from a
 process that itself waits for the work of the failed thread, and nothing ends a receive before its time limit. So if

@@ -34,7 +34,7 @@ class Executor:
 
     Args:
         rows: the stages of each worker of this process, by the worker's number. There is one worker, or where stages
-            are dealt one for each of the process's devices.
+            are shared one for each of the process's devices.
         edges: the edges at the ends of these stages.
         replicas: adds up gradients with replicas of these stages in other processes. None: there are no such replicas.
         modes: the state of each mode, by its name. None: those of modes that are not on.
@@ -75,9 +75,9 @@ class Executor:
     ) -> StepResult:
         """Run this process's part of the table once.
 
-        Clipping, loss scaling and the decision to skip an update need the gradients of all stages. So in a synchronous
-        table the last U of a process updates all its stages, after everything else that it does in the step. In an
-        asynchronous one each U updates its own stage, and so does each H, in a thread beside the actions after it.
+        Clipping, loss scaling and the decision to skip an update need the gradients of all stages. So in a table of
+        one step the last U of a process updates all its stages, after everything else that it does in the step. In a
+        window each U updates its own stage, and so does each H, in a thread beside the actions after it.
 
         Args:
             schedule: a valid table for these stages and this many micro-batches.
@@ -85,7 +85,7 @@ class Executor:
             reduce: called at the process's last U or H with the results so far, to complete gradients and loss
                 together with the other processes. Its time counts as waiting.
             update: called after `reduce`. Its errors are raised unchanged.
-            update_stage: called at each U of an asynchronous table, in place of `reduce` and `update`; and at each H,
+            update_stage: called at each U of a window, in place of `reduce` and `update`; and at each H,
                 before them.
             is_measured: whether to note when each action ran.
 

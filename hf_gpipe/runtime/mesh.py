@@ -44,7 +44,7 @@ class Mesh(World):
                 f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
                 "more processes"
             )
-        place = _dealt if placement.is_shared else _on_devices
+        place = _on_shared if placement.is_shared else _on_devices
         return cls(**{f.name: getattr(world, f.name) for f in fields(World)}, placement=place(world, placement))
 
     @cached_property
@@ -54,7 +54,7 @@ class Mesh(World):
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
-        """The workers whose rows this process runs: `worker`, and where stages are dealt one for each device."""
+        """The workers whose rows this process runs: `worker`, and where stages are shared one for each device."""
         return self.placement.workers_with(self.rank)
 
     @cached_property
@@ -152,8 +152,8 @@ def _on_devices(world: World, placement: Placement) -> Placement:
     return replace(placement, devices=tuple(names[place] for place in placement.places))
 
 
-def _dealt(world: World, placement: Placement) -> Placement:
-    """The placement of stages that are dealt to devices: of a process with several, each is a worker.
+def _on_shared(world: World, placement: Placement) -> Placement:
+    """The placement of stages that devices share: of a process with several, each is a worker.
 
     Raises:
         UserError: the processes of a pipeline are on several machines, or have different numbers of devices.
@@ -161,7 +161,7 @@ def _dealt(world: World, placement: Placement) -> Placement:
     counts = {max(1, len(rank.devices)) for rank in world.ranks}
     if len(counts) > 1:
         raise UserError(
-            f"stages are dealt to processes with {' and '.join(map(str, sorted(counts)))} devices; give each "
+            f"stages are shared by processes with {' and '.join(map(str, sorted(counts)))} devices; give each "
             "process as many"
         )
     (each,) = counts
@@ -172,7 +172,7 @@ def _dealt(world: World, placement: Placement) -> Placement:
         spread = [[first + turn for first in workers] for workers, turn in zip(own, turns, strict=True)]
         if {worker for workers in spread for worker in workers} != set(range(each * placement.num_processes)):
             raise UserError(
-                f"{placement.num_stages} stages are dealt to {each} devices of each of {placement.num_processes} "
+                f"{placement.num_stages} stages are shared by {each} devices of each of {placement.num_processes} "
                 "processes, and each updates one at least; give more stages, or fewer devices"
             )
         devices = [device.name for rank in world.ranks for device in rank.devices]
@@ -181,7 +181,7 @@ def _dealt(world: World, placement: Placement) -> Placement:
         hosts = {world.hosts[rank] for worker in pipeline for rank in placement.ranks_of(worker)}
         if len(hosts) > 1:
             raise UserError(
-                f"the stages of a pipeline are dealt to processes on {' and '.join(sorted(hosts))}, which share no "
+                f"the stages of a pipeline are shared by processes on {' and '.join(sorted(hosts))}, which share no "
                 "memory; use replicas, one for each machine, or another schedule, such as breadth_first"
             )
     return placement

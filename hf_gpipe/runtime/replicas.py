@@ -136,7 +136,7 @@ class Replicas:
         for workers in world.placement.groups:
             ranks = tuple(map(world.peer, workers))
             on_cpu = world.new_group(ranks, torch.device("cpu"))
-            # Gradients of dealt stages are in CPU memory.
+            # Gradients of shared stages are in CPU memory.
             on_cuda = world.device.type == "cuda" and not world.placement.is_shared
             groups[workers] = world.new_group(ranks, world.device) if on_cuda else on_cpu, on_cpu
         self._world, self._models = world, models

@@ -45,7 +45,7 @@ class StepResult:
     @property
     def loss(self) -> torch.Tensor | None:
         """The sum of the micro-batches' losses; None in processes without the last stage."""
-        # Where the last stage is dealt, several devices may have some of the losses.
+        # Where the last stage is shared, several devices may have some of the losses.
         losses = [output["loss"] for output in self.outputs.values()]
         losses = [loss.to(losses[0].device, non_blocking=True) for loss in losses]
         return sum(losses[1:], losses[0]) if losses else None
@@ -164,7 +164,7 @@ class Planned:
     keeps_graph: bool
     """For F, whether a backward follows without a recomputation."""
     is_moving: bool
-    """Whether forward and backward of its micro-batch run on different workers, where the stage is dealt."""
+    """Whether forward and backward of its micro-batch run on different workers, where the stage is shared."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """The actions of a schedule table, each on a (stage, micro-batch).
 
 An action's text is its stage, the letter of its kind (`hf_gpipe.schedule.kinds`) and its micro-batch: "2F0" is the
-forward of micro-batch 0 on stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several
-steps, "2U5" is the update of step 5, and "2G5" the reduction before it; without a number both belong to step 0. "2L1"
-and "2D1" begin and end the second visit of stage 2's weights on a device.
+forward of micro-batch 0 on stage 2, "2U" the optimizer update of stage 2. In a window, which has several steps,
+"2U5" is the update of step 5, and "2G5" the reduction before it; without a number both belong to step 0. Kinds may be
+numbered by themselves (`ActionKind.is_numbered`).
 
 A stage has for each micro-batch either B, or I and W. The set `split` has the (stage, micro-batch) pairs of I and W;
 these pairs tell which action a neighbour's message is from.
@@ -28,8 +28,8 @@ from hf_gpipe.schedule.kinds import (
 TEXT_VERSION = 9
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
 Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights,
-version 5 chunks of rows, version 6 L and D, version 7 S and T, version 8 stages that are dealt, version 9 H, O and P; a
-text of an earlier version means the same in it."""
+version 5 chunks of rows, version 6 L and D, version 7 S and T, version 8 shared stages, version 9 H, O and P; a text of
+an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")

@@ -59,7 +59,7 @@ class Breakdown:
 
     @property
     def stages(self) -> tuple[Parts, ...]:
-        """The parts of the step of each stage: the mean of its replicas, or of all processes where stages are dealt."""
+        """The parts of the step of each stage: the mean of its replicas, or of all processes for shared stages."""
         replicas: dict[int, list[Parts]] = {}
         for own in self.stages_of:
             for stage, parts in own.items():

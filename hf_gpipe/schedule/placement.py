@@ -82,15 +82,14 @@ class Placement:
             )
         if is_shared and (len(set(map(len, every))) > 1 or sum(map(len, self.pipelines)) > len(used)):
             raise ScheduleError(
-                f"placement {self}: stages are dealt to the workers of their replica's pipeline, so each stage has as "
+                f"placement {self}: stages are shared by the workers of their replica's pipeline, so each stage has as "
                 'many replicas, and no worker is of two; write for example "0,2 1,3".'
             )
         if self.devices is None:
             return
         if is_shared and len(self.devices) != len(used):
             raise ScheduleError(
-                f"placement: {len(self.devices)} devices for {len(used)} workers to which stages are dealt; name one "
-                "for each."
+                f"placement: {len(self.devices)} devices for {len(used)} workers that share stages; name one for each."
             )
         if not is_shared and len(self.devices) != len(self.places):
             raise ScheduleError(
@@ -162,7 +161,7 @@ class Placement:
         """
         if not 1 <= num_workers <= num_stages:
             raise ScheduleError(
-                f"{num_stages} stages cannot be dealt to {num_workers} workers: every worker updates one. Use between "
+                f"{num_stages} stages cannot be shared by {num_workers} workers: every worker updates one. Use between "
                 "1 and num_stages workers."
             )
         return cls(tuple(stage % num_workers for stage in range(num_stages)), is_shared=True)

@@ -302,11 +302,11 @@ class Schedule:
         micro-batch keeps its G and U, for the others reduce with it.
 
         Raises:
-            ScheduleError: the table has fewer micro-batches, or none is asked for, or it is asynchronous.
+            ScheduleError: the table has fewer micro-batches, or none is asked for, or it is a window.
         """
         if self.is_window:
             raise ScheduleError(
-                f"the table {self.name!r} is asynchronous: build one with the steps that are asked for."
+                f"the table {self.name!r} has several steps: build one with the steps that are asked for."
             )
         if not 1 <= num_micro_batches <= self.num_micro_batches:
             raise ScheduleError(

@@ -17,7 +17,7 @@ line `devices: cuda:0 cuda:1 cuda:0` follows where devices are given: one for ea
 of the placement. Each process runs its line from left to right and waits, at an action, for the message which that
 action receives. A reduction (G) is not waited for where it stands: it goes on beside the next actions until U needs it.
 
-An asynchronous table has several steps, and each stage updates its weights after each of them (PipeDream, arXiv
+A window has several steps, and each stage updates its weights after each of them (PipeDream, arXiv
 1806.03377). A line `steps: 2 2 2` after the placement gives the number of micro-batches of each step. A word `2F7@3`
 says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: the weights
 after three updates of this table. A forward without such a word reads the newest version. A line `stashes: no` after

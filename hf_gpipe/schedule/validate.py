@@ -6,12 +6,11 @@ The checks go from simple to subtle, so that the first error is the one to corre
    stage with replicas, on the replica that its micro-batch belongs to;
 2. nothing is missing: one F for every (stage, micro-batch), and in training one B, or one I and one W; one U for each
    step and replica of a stage, and where a stage has several replicas, one G for each;
-3. within a process, an action comes after what it needs of its own stage. In a synchronous table updates come last:
+3. within a process, an action comes after what it needs of its own stage. In a table of one step updates come last:
    clipping and tied parameters need the gradients of all stages, so no update may stand before another stage's backward
-   or reduction. In an asynchronous one the gradients of a step are complete at its U, and those of the next step begin
+   or reduction. In a window the gradients of a step are complete at its U, and those of the next step begin
    after it; no forward reads a version of the weights that is not there yet;
-   reductions stand in one order on all processes, for each is a collective; a stage whose weights visit its device has
-   them where it reads them;
+   reductions stand in one order on all processes, for each is a collective; and what modes need is there;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
 5. if the actions run one after another, every process reaches its end. Then every process also reaches its end if every
    send and every receive blocks, because of the points at which `messages` starts the receives.
@@ -38,7 +37,7 @@ from hf_gpipe.schedule.kinds import (
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
-_ONE_ROW = "where stages are dealt, it stands in the row of one of them."
+_ONE_ROW = "where stages are shared, it stands in the row of one of them."
 
 
 def check_table(schedule: Schedule) -> None:
@@ -275,7 +274,7 @@ def _of_order_on_edges(schedule: Schedule) -> Iterator[Fault]:
     ) -> None:
         sender, receiver = schedule.worker_of(source), schedule.worker_of(to)
         if sender != receiver:
-            # A carry of dealt stages is for a forward or a recomputation, each in an order of its own.
+            # A carry of shared stages is for a forward or a recomputation, each in an order of its own.
             kind = "" if source.kind.takes_gradient else source.kind + ("" if to.kind.sends else to.kind)
             messages.setdefault((kind, source.stage, to.stage, sender, receiver), []).append(entry)
 

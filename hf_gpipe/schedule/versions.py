@@ -1,4 +1,4 @@
-"""The versions of a stage's weights in an asynchronous table: how long each is kept, and how stale it is."""
+"""The versions of a stage's weights in a window: how long each is kept, and how stale it is."""
 
 from __future__ import annotations
 

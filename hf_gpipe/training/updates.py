@@ -37,7 +37,7 @@ def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[
 
 
 def are_beside(trainer: TrainerInterface) -> bool:
-    """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone, and
+    """Whether shared stages are updated beside backwards: where an update needs the gradients of its stage alone, and
     nothing reads all stages' gradients before it. Every process calls it, and all get the same answer."""
     if not trainer.pipe.steps.can_update_beside or trainer.updates_per_step > 1 or _needs_numbers(trainer):
         return False
@@ -144,7 +144,7 @@ class Updates:
         self._pipe.zero_grad()
 
     def _update_stage(self, stage: int) -> None:
-        """Update a dealt stage, beside backwards."""
+        """Update a shared stage, beside backwards."""
         step_stage(self.trainer, stage)
 
     def _update(

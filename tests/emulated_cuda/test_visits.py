@@ -129,7 +129,7 @@ def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
 
 
 @on_emulated_cuda()
-def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
+def test_shared_stages_have_the_numbers_of_stages_that_stay() -> None:
     expected = gradients_of(dealt("cuda:0", schedule="breadth_first", offload_weights=None))
     pipe = dealt(["cuda:0", "cuda:1"])
     table = pipe.schedule(4)
@@ -146,7 +146,7 @@ def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
 
 
 @on_emulated_cuda()
-def test_dealt_stages_are_updated_beside_backwards() -> None:
+def test_shared_stages_are_updated_beside_backwards() -> None:
     """Once their gradients have left the devices, which the thread waits for."""
 
     def weights(device: Any, *, is_beside: bool, **options: Any) -> Numbers:
@@ -211,7 +211,7 @@ def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
 
 
 @on_emulated_cuda()
-def test_a_device_has_two_slots_of_dealt_stages_and_one_graph() -> None:
+def test_a_device_has_two_slots_of_shared_stages_and_one_graph() -> None:
     peaks, devices = {}, ["cuda:0", "cuda:1"]
     for is_shared in (False, True):
         before = [torch.cuda.memory_allocated(device) for device in devices]
@@ -311,7 +311,7 @@ def test_a_wait_less(line: str, problem: str) -> None:
 
 
 @on_emulated_cuda()
-def test_a_wait_less_of_dealt_stages() -> None:
+def test_a_wait_less_of_shared_stages() -> None:
     expected = gradients_of(dealt(["cuda:0", "cuda:1"]))
     mutate(VisitingWeights, "stream.wait_event(given)", "pass")
     # Else the other device has waited for the copy before it sends its next message, and so has this one.

@@ -43,7 +43,7 @@ def dealt(partition: tuple[int, ...], size: int, **changes: Any) -> Any:
     return settings(partition, **given | changes)
 
 
-def test_what_the_host_of_dealt_stages_holds_and_does() -> None:
+def test_what_the_host_of_shared_stages_holds_and_does() -> None:
     """Each weight is there once, its copies and its update take the time of links and memory that are shared."""
     costs = blocks(8)
     for host, copy_seconds in (

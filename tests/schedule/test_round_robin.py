@@ -173,7 +173,7 @@ def test_gradients_are_handed_over_between_visits() -> None:
         ("1R0 ", "", "1B0 finds no graph on process 1: its forward is on another one; write R"),
         ("3F0 3B0", "3F0", "3B0 stands on 0 of the processes"),
         ("0D 1D", "0D3 1D", "0D3 is not the next L or D of stage 0"),
-        ("1L1", "1L", "1L is on processes 0 and 1: visits of a dealt stage are numbered"),
+        ("1L1", "1L", "1L is on processes 0 and 1: visits of a shared stage are numbered"),
         ("dealt: yes\n", "", "is on process 1, but stage 2 is placed on|is on process 0, but stage 1 is placed on 1"),
         ("1U 3U", "1U", "3U is missing from process 1"),
     ],

@@ -45,7 +45,7 @@ def _sources(action: Action, num_stages: int) -> tuple[Action, ...]:
 def faults(schedule: Schedule) -> Iterator[Fault]:
     """Shared stages have no parts of the head."""
     if LOGITS in schedule.kinds and schedule.placement.is_shared:
-        yield "its stages are dealt, so it has no S and T.", 0
+        yield "its stages are shared, so it has no S and T.", 0
 
 
 LOGITS = add_kind(

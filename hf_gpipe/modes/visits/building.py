@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.modes.visits.key import DealtStages
+from hf_gpipe.modes.visits.key import SharedStages
 from hf_gpipe.modes.visits.relays import connect_relays
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
@@ -24,10 +24,11 @@ class Builder(ModeBuilder):
     def __init__(self, building: Building) -> None:
         super().__init__(building)
         decision = building.decision
-        _check_dealt(decision)
+        _check_on_shared(decision)
         self._memory = SharedMemory(decision.world) if decision.world.placement.is_shared else None
         building.shared = self._memory
         if visitors := decision.config.visits.offload_weights:
+            self.maps_files = True
             check_visits(decision.full_table, are_trained=visitors == "all")
 
     def assembled(self, number: int, models: Mapping[int, StageModel]) -> None:
@@ -60,15 +61,15 @@ class Builder(ModeBuilder):
         return State(rows, visits, connect_relays(world), self._memory, world.own_workers)
 
 
-def _check_dealt(decision: Decision) -> None:
-    """Raise UserError where stages are dealt and something needs them in one place."""
+def _check_on_shared(decision: Decision) -> None:
+    """Raise UserError where stages are shared and something needs them in one place."""
     config, loss = decision.config, decision.loss
     if not decision.world.placement.is_shared:
         return
     # Of a table, whose name does not tell.
-    DealtStages.check_visits(config.values())
-    config.check_beside("dealt_stages")
+    SharedStages.check_visits(config.values())
+    config.check_beside("shared_stages")
     if loss.compares_units:
-        config.check_beside(COMPARED_ROWS, ["dealt_stages"], loss=type(loss).__name__)
+        config.check_beside(COMPARED_ROWS, ["shared_stages"], loss=type(loss).__name__)
     for what, value in decision.adapter.dropout.items():
         check_draws_alike(decision.world, f"{what}={value}")

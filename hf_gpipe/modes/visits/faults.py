@@ -22,19 +22,19 @@ def faults(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _of_shared_stages(schedule: Schedule) -> Iterator[Fault]:
-    """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
+    """A shared stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
     if not schedule.placement.is_shared:
         return
     if schedule.group_size > 1 or schedule.is_window:
         what: int | str = groups.KEY if schedule.group_size > 1 else "steps"
-        yield "its stages are dealt, so its rows are whole, it has one step.", what
+        yield "its stages are shared, so its rows are whole, it has one step.", what
     numbers: dict[Action, int] = {}
     for process, row in enumerate(schedule.actions):
         makers: dict[int, set[int | None]] = {}
         visiting = {action.stage for action in row if action.kind == LOAD}
         for action in row:
             if action.kind.is_numbered and numbers.setdefault(action, process) != process:
-                problem = "visits of a dealt stage are numbered over all processes"
+                problem = "visits of a shared stage are numbered over all processes"
                 yield f"{action} is on processes {numbers[action]} and {process}: {problem}.", process
             if action.micro_batch is None:
                 continue
@@ -53,8 +53,8 @@ def _of_shared_stages(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _of_host_updates(schedule: Schedule) -> Iterator[Fault]:
-    """Updates on the host are of dealt stages without replicas. Each row ends with one, which waits for the others, and
-    no weight visits its owner's device afterwards."""
+    """Updates on the host are of shared stages without replicas. Each row ends with such an update, which waits for the
+    others, and no weight visits its owner's device afterwards."""
     placement = schedule.placement
     for process, row in enumerate(schedule.actions if HOST_UPDATE in schedule.kinds else ()):
         first = next((action for action in row if action.kind == HOST_UPDATE), None)

@@ -1,4 +1,4 @@
-"""Weights that stay in CPU memory and visit their devices, and stages that are dealt to all processes."""
+"""Weights that stay in CPU memory and visit their devices, and stages that are shared to all processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DecidedVisits(Visits):
     offload_weights: Visitors | None = None
 
 
-class DealtStages(Mode):
+class SharedStages(Mode):
     """Stages that are dealt to all processes."""
 
     excludes: ClassVar[dict[str, str]] = {
@@ -79,4 +79,4 @@ class DealtStages(Mode):
             )
 
 
-FIELDS = {"visits": (Visits, DecidedVisits), "dealt_stages": (DealtStages, DealtStages)}
+FIELDS = {"visits": (Visits, DecidedVisits), "shared_stages": (SharedStages, SharedStages)}

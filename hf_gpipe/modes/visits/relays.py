@@ -11,7 +11,7 @@ from hf_gpipe.runtime.mesh import Mesh
 def connect_relays(world: Mesh) -> dict[tuple[int, int, int], Channel]:
     """The channels between this process's workers and those of other processes, by (stage, sender, receiver).
 
-    They exist where stages are dealt. A message says that the gradients of a visit of the stage's weights have arrived
+    They exist where stages are shared. A message says that the gradients of a visit of the stage's weights have arrived
     in CPU memory.
     """
     placement = world.placement

@@ -86,7 +86,7 @@ def deal_of(
     good numbers the least is taken.
 
     Args:
-        placement: whose stages are dealt.
+        placement: whose stages are shared.
         count: number of micro-batches, of all replicas of the pipeline.
         forward, recompute, backward: seconds of a micro-batch on each stage.
         most_stages: of a slot, for a device holds the weights of two; None: as many as take equal time.

@@ -28,8 +28,8 @@ class State(ModeState):
 
     Args:
         visits: by worker; none where no weights visit.
-        relays: the channels of `relays.connect_relays`, where stages are dealt.
-        memory: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
+        relays: the channels of `relays.connect_relays`, where stages are shared.
+        memory: where the weights and gradients of shared stages are in CPU memory. None: stages are not dealt.
         owners: the worker of each stage that this process owns.
     """
 
@@ -52,7 +52,7 @@ class State(ModeState):
         return Message(self._relays[source.stage, sender, receiver], (number, 0), lambda _: {"done": (1,)})
 
     def collect(self) -> None:
-        """Wait until all gradients of visiting weights are in CPU memory, for dealt stages those of all workers."""
+        """Wait until all gradients of visiting weights are in CPU memory, for shared stages those of all workers."""
         for visits in self.visits.values():
             visits.finish()
         if self.memory is not None:
@@ -67,7 +67,7 @@ class State(ModeState):
         return nullcontext() if visits is None else visits.visit(stage)
 
     def wrap(self, schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
-        """Let an action run in a visit of its stage's weights; G of a dealt stage waits for the gradients."""
+        """Let an action run in a visit of its stage's weights; G of a shared stage waits for the gradients."""
         if action.kind == REDUCE and schedule.placement.is_shared:
             return performed._replace(wait=_await_gradients)
         is_visited = LOAD in schedule.kinds and action.micro_batch is not None
@@ -107,7 +107,7 @@ def _await_host_updates(step: Step, planned: Planned) -> None:
 
 
 def _update_in_background(step: Step, planned: Planned) -> None:
-    """Update a dealt stage in a background thread, once its gradients are in CPU memory, while the loop goes on."""
+    """Update a shared stage in a background thread, once its gradients are in CPU memory, while the loop goes on."""
     state = _state(step)
     ways = [wait for visits in state.visits.values() if (wait := visits.wait_for_host()) is not None]
 

@@ -1,4 +1,4 @@
-"""The weights and gradients of dealt stages: one place for each in CPU memory, which all workers share.
+"""The weights and gradients of shared stages: one place for each in CPU memory, which all workers share.
 
 Each worker has a model of every stage, whose parameters are views of this memory between visits. The process that owns
 a stage makes the memory of its parameters and updates them. Processes of one machine map the same memory. A weight that
@@ -183,7 +183,7 @@ class SharedMemory:
                 raise UserError(problem)
             if _identity(path) != identity:
                 raise UserError(
-                    f"stages are dealt to several processes, and process {self._world.rank} does not see memory of "
+                    f"stages are shared to several processes, and process {self._world.rank} does not see memory of "
                     f"process {owner} as {path}: start all processes of a machine in one container, by one user, or "
                     "use one process with several devices"
                 )
@@ -211,14 +211,14 @@ class _SharedFile:
         try:
             self._descriptor = os.open(_SHARED_MEMORY, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
-            self.problem = f"stages are dealt to several processes, which share memory in {_SHARED_MEMORY}: {error}"
+            self.problem = f"stages are shared to several processes, which share memory in {_SHARED_MEMORY}: {error}"
             return
         try:
             # Without it a write to memory that is not there would end the process.
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             self.problem = (
-                f"stages are dealt to several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
+                f"stages are shared to several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
                 f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one "
                 "process with several devices"
             )
@@ -243,7 +243,7 @@ def _check_sizes(sizes: Sequence[int], rank: int, owner: int) -> None:
     """Raise UserError where a process would divide shared memory otherwise than the process that makes it."""
     if sizes[rank] != sizes[owner]:
         raise UserError(
-            f"stages are dealt to several processes, and process {rank} has {sizes[rank]} bytes of a stage to share "
+            f"stages are shared to several processes, and process {rank} has {sizes[rank]} bytes of a stage to share "
             f"where process {owner} has {sizes[owner]}: one maps the weights from a file, and the other does not; "
             "give every process the model in one way, such as the directory of one checkpoint"
         )

@@ -45,17 +45,17 @@ class _Loaded:
     weights: dict[nn.Parameter, torch.Tensor]
     """The weights in the buffer."""
     earlier: dict[nn.Parameter, torch.Tensor]
-    """The gradients that were on the host before, on CUDA or of a dealt stage."""
+    """The gradients that were on the host before, on CUDA or of a shared stage."""
     is_copied: torch.cuda.Event | None
     """The event after which all weights have come, on CUDA. None once the device waits for it."""
     adds_gradients: bool = False
-    """Whether the gradients of a dealt stage's earlier visits have come."""
+    """Whether the gradients of a shared stage's earlier visits have come."""
 
 
 def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = False) -> None:
     """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
 
-    Those of dealt stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`).
+    Those of shared stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`).
 
     Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
     """
@@ -80,7 +80,7 @@ class VisitingWeights:
     Args:
         models: these stages, by number, after `leave_on_host`.
         visitors: as there.
-        memory: of dealt stages, all of whose weights visit; None: the stages are this process's own.
+        memory: of shared stages, all of whose weights visit; None: the stages are this process's own.
 
     Attributes:
         hosted_bytes: of these weights, of each stage.
@@ -95,7 +95,7 @@ class VisitingWeights:
         else:
             self._visiting = {stage: _parameters(model) for stage, model in models.items()}
         self._memory = memory
-        #: The shared memory of the gradients of dealt stages.
+        #: The shared memory of the gradients of shared stages.
         self._gradients = {} if memory is None else {n: memory.gradients(n, model) for n, model in models.items()}
         self._models = models
         self._devices = {stage: model.device for stage, model in models.items()}
@@ -197,7 +197,7 @@ class VisitingWeights:
         self._free[device].append(loaded.buffer)
 
     def _fetch_gradients(self, stage: int) -> None:
-        """Bring the gradients of a dealt stage's earlier visits to its device; on the CPU they are added to at home."""
+        """Bring the gradients of a shared stage's earlier visits to its device; on the CPU they stay where they are."""
         device, homes = self._devices[stage], self._gradients[stage]
         there = {parameter: home.value for parameter, home in homes.items() if home.is_there}
         if device.type != "cuda":
@@ -205,7 +205,7 @@ class VisitingWeights:
                 parameter.grad = value
         elif there:
             stream = self._stream(device, "in")
-            assert self._memory is not None, "the stage is dealt"
+            assert self._memory is not None, "the stage is shared"
             if (given := self._memory.given.get(stage)) is not None:
                 stream.wait_event(given)
             for parameter, value in there.items():
@@ -218,7 +218,7 @@ class VisitingWeights:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _give_gradients(self, stage: int, loaded: _Loaded) -> None:
-        """Bring the gradients of a dealt stage to their homes, at the end of its visit."""
+        """Bring the gradients of a shared stage to their homes, at the end of its visit."""
         device, homes = self._devices[stage], self._gradients[stage]
         gradients = {p: home for p, home in homes.items() if p.grad is not None}
         if device.type == "cuda":
@@ -231,7 +231,7 @@ class VisitingWeights:
                     for parameter, home in gradients.items():
                         assert parameter.grad is not None
                         home.value.copy_(parameter.grad, non_blocking=True)
-                assert self._memory is not None, "the stage is dealt"
+                assert self._memory is not None, "the stage is shared"
                 self._memory.given[stage] = self._leave(device, [p.grad for p in gradients])
         for parameter, home in gradients.items():
             gradient = parameter.grad

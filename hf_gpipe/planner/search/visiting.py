@@ -86,7 +86,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         schedules: tuple[str, ...] = (config.schedule,)
     else:
         # The workers to which stages are dealt share memory.
-        can_deal = config.visits.offload_weights == "all" and planner.can_deal and not config.excluding("dealt_stages")
+        can_deal = config.visits.offload_weights == "all" and planner.can_deal and not config.excluding("shared_stages")
         schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
     if config.num_micro_batches == AUTO:
         wanted = [times * size for times in _MICRO_BATCHES]
