@@ -86,6 +86,8 @@ def at_home(pipe: Pipeline) -> bool:
         ("marian", False, {"num_stages": 6}),
         ("bart", True, {}),
         ("m2m_100", False, {"schedule": "zb_h1"}),
+        ("llama", True, {"num_stages": 6, "resident_stages": 2}),
+        ("bart", True, {"num_stages": 6, "resident_stages": 3}),
     ],
 )
 def test_the_numbers_of_weights_that_stay(family: str, tied: bool, options: dict[str, Any]) -> None:
@@ -109,6 +111,9 @@ def test_the_numbers_of_weights_that_stay(family: str, tied: bool, options: dict
         ("bart", False, {}),
         ("t5", True, {"num_stages": 5}),
         ("mixtral", False, {}),
+        ("llama", True, {"num_stages": 5, "resident_stages": 2}),
+        ("bart", True, {"num_stages": 6, "resident_stages": 1}),
+        ("t5", True, {"num_stages": 5, "resident_stages": 2}),
     ],
 )
 def test_trained_weights_visit_too(family: str, tied: bool, options: dict[str, Any]) -> None:
@@ -117,7 +122,7 @@ def test_trained_weights_visit_too(family: str, tied: bool, options: dict[str, A
     model.set_attn_implementation("eager")
     batch = clone.padded_batch(model)
     given = {"num_micro_batches": 3, "attn_implementation": "eager"} | options
-    stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2}, schedule="gpipe")
+    stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2, "resident_stages": 0}, schedule="gpipe")
     comes = Pipeline(model, **{"num_stages": STAGES} | given, offload_weights="all")
     assert visits_of(comes)[0].parameters
     for pipe in (stays, comes):

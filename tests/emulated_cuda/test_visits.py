@@ -66,15 +66,18 @@ def assert_equal(found: Numbers, expected: Numbers) -> None:
         ("llama", True, ["cuda:0", "cuda:1"], {"num_stages": 6}),
         ("marian", True, "cuda:0", {"num_stages": 6}),
         ("t5", True, "cuda:0", {"num_stages": 6}),
+        ("llama", True, "cuda:0", {"num_stages": 6, "resident_stages": 3}),
+        ("t5", True, "cuda:0", {"num_stages": 6, "resident_stages": 2}),
     ],
 )
 @on_emulated_cuda()
 def test_the_numbers_of_weights_that_stay(family: str, tied: bool, device: Any, options: dict[str, Any]) -> None:
-    given = copy.deepcopy(options)
+    given = copy.deepcopy(options) | {"resident_stages": 0}
     stays = pipeline(family, device, dropout=0.2, tied=tied, **given)
     comes = pipeline(family, device, dropout=0.2, tied=tied, **options, offload_weights="frozen")
     homes = [p.data for p in comes.parameters() if not p.requires_grad]
-    assert all(home.device.type == "cpu" and home.is_pinned() for home in homes)
+    assert any(home.device.type == "cpu" and home.is_pinned() for home in homes)
+    assert any(home.device.type == "cuda" for home in homes) == ("resident_stages" in options)
     assert_equal(numbers(comes), numbers(stays))
 
 
@@ -97,11 +100,12 @@ def trained(family: str, device: Any, offload_weights: str | None, *, tied: bool
         ("llama", True, "cuda:0", {"num_stages": 5}),
         ("llama", False, ["cuda:0", "cuda:1"], {"num_stages": 6}),
         ("t5", True, "cuda:0", {"num_stages": 6}),
+        ("llama", True, "cuda:0", {"num_stages": 5, "resident_stages": 2}),
     ],
 )
 @on_emulated_cuda()
 def test_trained_weights_visit_too(family: str, tied: bool, device: Any, options: dict[str, Any]) -> None:
-    stays = trained(family, device, None, tied=tied, **copy.deepcopy(options))
+    stays = trained(family, device, None, tied=tied, **copy.deepcopy(options) | {"resident_stages": 0})
     comes = trained(family, device, "all", tied=tied, **options)
     # The host sums squares, and updates, in another order than a device.
     assert comes[0] == pytest.approx(stays[0], rel=1e-12)
@@ -195,9 +199,11 @@ def test_in_two_processes_with_nccl() -> None:
 @on_emulated_cuda()
 def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
     peaks = {}
-    for visit in (False, True):
+    for visit in (False, True, 2):
         before = torch.cuda.memory_allocated("cuda:0")
-        pipe = pipeline("llama", "cuda:0", tied=False, num_stages=5, offload_weights="frozen" if visit else None)
+        visitors = "frozen" if visit else None
+        stay = 2 * (visit == 2)
+        pipe = pipeline("llama", "cuda:0", tied=False, num_stages=5, offload_weights=visitors, resident_stages=stay)
         batch = padded_batch(pipe.adapter.config)
         pipe.train_step(batch)
         torch.cuda.reset_peak_memory_stats("cuda:0")
@@ -206,8 +212,9 @@ def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
         weights = sum(p.nbytes for p in pipe.parameters() if not p.requires_grad)
         largest = max((n for own in visits_of(pipe).values() for n in own.hosted_bytes.values()), default=0)
         del pipe
-    # Nothing else differs: both recompute, and the last stage keeps one graph.
+    # Nothing else differs: all recompute, and the last stage keeps one graph.
     assert peaks[True] <= peaks[False] - weights + 2 * largest
+    assert peaks[True] < peaks[2] <= peaks[True] + 2 * largest, "two stages stay"
 
 
 @on_emulated_cuda()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.modes.visits.table import check_visits, most_loaded, with_visits
+from hf_gpipe.modes.visits.table import check_visits, most_loaded, stages_that_stay, with_visits
 from hf_gpipe.modes.visits.visit import DROP, LOAD, visits
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.actions import Action
@@ -155,3 +155,20 @@ def test_placements_with_replicas_and_devices() -> None:
     check_table(spread := with_visits(build("breadth_first", 6, 4, devices)))
     assert most_loaded(spread) == (2,)
     assert all(visit.after is None or visit.after.stage % 2 == visit.load.stage % 2 for visit in visits(spread, 0))
+
+
+def test_stages_that_stay() -> None:
+    """They have no L and D, and let the weights of a stage come during two stages' work."""
+    plain = breadth_first(4, 2)
+    assert [sorted(stages_that_stay(plain.placement, count)) for count in range(4)] == [[], [3], [1, 3], [1, 2, 3]]
+    table = with_visits(plain, stages_that_stay(plain.placement, 1))
+    check_table(table)
+    check_visits(table)
+    assert " ".join(map(str, table.actions[0][:-4])) == (
+        "0L 1L 0F0 0F1 0D 2L 1F0 1F1 1D 1L1 2F0 2F1 3F0 3B0 3F1 3B1 2R0 2B0 2R1 2B1 2D 0L1 1R0 1B0 1R1 1B1 1D1 0R0 0B0 "
+        "0R1 0B1 0D1"
+    ), "stage 2 is there while stage 3 works"
+    two = breadth_first(8, 2, 2)
+    assert sorted(stages_that_stay(two.placement, 1)) == [6, 7]
+    with pytest.raises(ScheduleError, match=r"at once \(2 of 2\); let at least three stages of each device visit"):
+        check_visits(with_visits(plain, stages_that_stay(plain.placement, 2)))

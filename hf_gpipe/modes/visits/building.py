@@ -10,8 +10,8 @@ from hf_gpipe.modes.visits.key import SharedStages
 from hf_gpipe.modes.visits.relays import connect_relays
 from hf_gpipe.modes.visits.runtime import State
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
-from hf_gpipe.modes.visits.table import check_visits
-from hf_gpipe.modes.visits.weights import VisitingWeights, leave_on_host
+from hf_gpipe.modes.visits.table import check_visits, visiting_stages
+from hf_gpipe.modes.visits.weights import VisitingWeights, keep, leave_on_host
 from hf_gpipe.pipeline.decision import Decision, check_draws_alike
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder, check_no_batch_norm
 from hf_gpipe.runtime.step import Rows
@@ -27,16 +27,24 @@ class Builder(ModeBuilder):
         _check_on_shared(decision)
         self._memory = SharedMemory(decision.world) if decision.world.placement.is_shared else None
         building.shared = self._memory
+        self._visiting = visiting_stages(decision.full_table)
         if visitors := decision.config.visits.offload_weights:
             self.maps_files = True
             check_visits(decision.full_table, are_trained=visitors == "all")
 
     def assembled(self, number: int, models: Mapping[int, StageModel]) -> None:
         """One stage after another, for together they may not fit."""
-        visitors = self.building.decision.config.visits.offload_weights
-        if visitors:
-            for model in models.values():
-                leave_on_host(model, visitors, is_shared=self._memory is not None)
+        visits = self.building.decision.config.visits
+        for model in models.values() if visits.offload_weights else ():
+            if number in self._visiting:
+                leave_on_host(
+                    model,
+                    visits.offload_weights,
+                    is_shared=self._memory is not None,
+                    keeps_shared=visits.resident_stages > 0,
+                )
+            else:
+                keep(model)
         if self._memory is not None:
             self._memory.add(number, models)
 
@@ -50,7 +58,11 @@ class Builder(ModeBuilder):
         visitors = building.decision.config.visits.offload_weights
         if not visitors:
             return None
-        visits = {w: VisitingWeights(models, visitors, self._memory) for w, models in building.run_by.items()}
+        keeps_shared = building.decision.config.visits.resident_stages > 0
+        visits = {
+            worker: VisitingWeights(models, visitors, self._memory, self._visiting, keeps_shared=keeps_shared)
+            for worker, models in building.run_by.items()
+        }
         if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
             raise UserError(
                 "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "

@@ -1,14 +1,17 @@
-"""Weights that stay in CPU memory and visit their devices, and stages that are shared to all processes."""
+"""Weights that stay in CPU memory and visit their devices, and stages that are all processes share."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
 from hf_gpipe.modes.visits.visit import LOAD
 from hf_gpipe.schedule import Schedule, is_table_file
 from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Auto, Keys, Mode, Visitors
+from hf_gpipe.settings.section import refuse_given
 
 
 class Visits(Mode):
@@ -28,7 +31,14 @@ class Visits(Mode):
     the CPU frozen weights stay in the checkpoint's files. auto: the planner chooses, also whether any weights visit.
     null: all weights stay on their devices."""
 
+    resident_stages: Annotated[int, Field(ge=0)] = 0
+    """The number of stages of each device whose weights stay on it while those of the others visit; at least three
+    stages of a device visit. Each stage that stays saves the copies of its weights in every step, and with them also
+    weights stay that several stages share."""
+
     def check(self, keys: Keys) -> None:
+        if self.offload_weights is None:
+            refuse_given(self, ("resident_stages",), "offload_weights is null; say which weights visit")
         if self.offload_weights == AUTO and is_table_file(keys["schedule"]):
             raise UserError(
                 f"offload_weights is auto and schedule is {keys['schedule']}, a table; give the weights that visit "
@@ -67,6 +77,11 @@ class SharedStages(Mode):
     def check(self, keys: Keys) -> None:
         if self.is_on(keys):
             self.check_visits(keys)
+            if keys["resident_stages"]:
+                raise UserError(
+                    f"schedule is {keys['schedule']} and resident_stages is {keys['resident_stages']}: no stage has a "
+                    "device of its own; leave resident_stages out, or use breadth_first."
+                )
 
     @staticmethod
     def check_visits(keys: Keys) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
-from hf_gpipe.modes.visits.visit import DROP, LOAD
+from hf_gpipe.modes.visits.visit import DROP, LOAD, visit_of
 from hf_gpipe.modes.visits.weights import VisitingWeights
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.performing import perform, update
@@ -70,7 +70,7 @@ class State(ModeState):
         """Let an action run in a visit of its stage's weights; G of a shared stage waits for the gradients."""
         if action.kind == REDUCE and schedule.placement.is_shared:
             return performed._replace(wait=_await_gradients)
-        is_visited = LOAD in schedule.kinds and action.micro_batch is not None
+        is_visited = action.micro_batch is not None and visit_of(schedule, worker, action) is not None
         return performed._replace(run=_in_visit(performed.run)) if is_visited else performed
 
 

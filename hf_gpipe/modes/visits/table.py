@@ -22,6 +22,7 @@ from hf_gpipe.modes.visits.faults import faults as faults
 from hf_gpipe.modes.visits.host_updates import with_updates_beside as with_updates_beside
 from hf_gpipe.modes.visits.visit import DROP, LOAD, visits
 from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
 if TYPE_CHECKING:  # settings are made after tables
@@ -29,8 +30,42 @@ if TYPE_CHECKING:  # settings are made after tables
 
 
 def complete(schedule: Schedule, config: DecidedConfig) -> Schedule:
-    """The table with L and D, where weights visit."""
-    return with_visits(schedule) if config.visits.offload_weights else schedule
+    """The table with L and D, where weights visit.
+
+    Raises:
+        ScheduleError: the table of a file lets weights of other stages visit.
+    """
+    if not config.visits.offload_weights:
+        return schedule
+    stay = stages_that_stay(schedule.placement, config.visits.resident_stages)
+    if LOAD in schedule.kinds and (other := sorted(stay & visiting_stages(schedule))):
+        raise ScheduleError(
+            f"the table {schedule.name!r} loads stage {other[0]} (L), and with resident_stages "
+            f"{config.visits.resident_stages} its weights stay; leave its L and D out, or resident_stages."
+        )
+    return with_visits(schedule, stay)
+
+
+def stages_that_stay(placement: Placement, count: int) -> frozenset[int]:
+    """The stages whose weights stay on their devices, so many on each device.
+
+    They are spread evenly, so that the weights of a stage have the time of the stages between it and the one before to
+    come; the last stage of a device is the first that stays.
+    """
+    of_devices: defaultdict[object, list[int]] = defaultdict(list)
+    for stage, workers in enumerate(placement.workers):
+        of_devices[placement.place_of(workers[0], stage)].append(stage)
+    return frozenset(
+        stage
+        for own in of_devices.values()
+        for place, stage in enumerate(own)
+        if (place + 1) * count // len(own) > place * count // len(own)
+    )
+
+
+def visiting_stages(schedule: Schedule) -> frozenset[int]:
+    """The stages whose weights visit in a table."""
+    return frozenset(action.stage for row in schedule.actions for action in row if action.kind == LOAD)
 
 
 def check(schedule: Schedule, config: DecidedConfig) -> None:
@@ -40,7 +75,7 @@ def check(schedule: Schedule, config: DecidedConfig) -> None:
 
 
 @lru_cache(maxsize=64)
-def with_visits(schedule: Schedule) -> Schedule:
+def with_visits(schedule: Schedule, stay: frozenset[int] = frozenset()) -> Schedule:
     """Put an L and a D around each run of a stage's actions on its device. A table that has them is returned as it is.
 
     Without backwards, each process runs its stages one after the other, so that each has one run.
@@ -64,7 +99,7 @@ def with_visits(schedule: Schedule) -> Schedule:
         ends: defaultdict[int, list[Action]] = defaultdict(list)
         num_visits: defaultdict[int, int] = defaultdict(int)
         free_from: defaultdict[int, int] = defaultdict(int)
-        for runs in _runs(schedule, worker):
+        for runs in _runs(schedule, worker, stay):
             for number, (stage, first, last) in enumerate(runs):
                 visit = num_visits[stage]
                 num_visits[stage] += 1
@@ -78,13 +113,14 @@ def with_visits(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
-def _runs(schedule: Schedule, worker: int) -> list[list[tuple[int, int, int]]]:
-    """The runs (stage, first, last) on each device of a worker, in order; first and last are places in the row."""
+def _runs(schedule: Schedule, worker: int, stay: frozenset[int]) -> list[list[tuple[int, int, int]]]:
+    """The runs (stage, first, last) of the stages that visit on each device of a worker, in order; first and last are
+    places in the row. Between two runs of a stage there is another that visits."""
     row, placement = schedule.actions[worker], schedule.placement
     runs: dict[str | None, list[list[int]]] = {}
     graphs: defaultdict[int, int] = defaultdict(int)
     for at, action in enumerate(row):
-        if action.micro_batch is None:
+        if action.micro_batch is None or action.stage in stay:
             continue
         stage = action.stage
         own = runs.setdefault(placement.device_of(stage, worker), [])
@@ -136,14 +172,16 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
                 f"{backwards[again[0]]} visits, and gradients leave the device at the end of one; use schedule "
                 "'breadth_first', or offload_weights frozen."
             )
+    visiting = visiting_stages(schedule)
+    places = [(stage, worker) for stage, worker in placement.places if stage in visiting]
     stages = [
-        Counter(placement.device_of(stage, worker) for stage, worker in placement.places if worker == number)
+        Counter(placement.device_of(stage, worker) for stage, worker in places if worker == number)
         for number in range(placement.num_processes)
     ]
-    own = tuple(max(of_devices.values()) for of_devices in stages)
+    own = tuple(max(of_devices.values(), default=0) for of_devices in stages)
     if most_loaded(schedule) == own:
         raise ScheduleError(
-            f"offload_weights with schedule {schedule.name!r}: the weights of all stages of a device would be there at "
-            f"once ({max(own)} of {max(own)}); give at least three stages for each device, recompute 'stage' and "
-            "schedule 'breadth_first', or leave offload_weights out."
+            f"offload_weights with schedule {schedule.name!r}: the weights of all visiting stages of a device would "
+            f"be there at once ({max(own)} of {max(own)}); let at least three stages of each device visit, give "
+            "recompute 'stage' and schedule 'breadth_first', or leave offload_weights out."
         )

@@ -12,7 +12,7 @@ of the checkpoint.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,10 +52,13 @@ class _Loaded:
     """Whether the gradients of a shared stage's earlier visits have come."""
 
 
-def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = False) -> None:
+def leave_on_host(
+    model: StageModel, visitors: Visitors, *, is_shared: bool = False, keeps_shared: bool = False
+) -> None:
     """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
 
-    Those of shared stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`).
+    Those of shared stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`). With
+    `keeps_shared` weights stay that several stages use, because some of these stages may stay.
 
     Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
     """
@@ -69,7 +72,7 @@ def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = Fa
             # It changes, and must not depend on a file that may be replaced.
             parameter.data = parameter.data.clone()
     if model.device.type != "cpu" and not is_shared:
-        visiting = list(_visiting(model, visitors))
+        visiting = list(_visiting(model, visitors, keeps_shared=keeps_shared))
         for parameter, home in zip(visiting, _pinned([weight.data for weight in visiting]), strict=True):
             parameter.data = home.copy_(parameter.data)
 
@@ -81,6 +84,8 @@ class VisitingWeights:
         models: these stages, by number, after `leave_on_host`.
         visitors: as there.
         memory: of shared stages, all of whose weights visit; None: the stages are this process's own.
+        stages: the numbers of those whose weights visit; None: all.
+        keeps_shared: as there.
 
     Attributes:
         hosted_bytes: of these weights, of each stage.
@@ -88,10 +93,19 @@ class VisitingWeights:
     """
 
     def __init__(
-        self, models: Mapping[int, StageModel], visitors: Visitors = "frozen", memory: SharedMemory | None = None
+        self,
+        models: Mapping[int, StageModel],
+        visitors: Visitors = "frozen",
+        memory: SharedMemory | None = None,
+        stages: Collection[int] | None = None,
+        *,
+        keeps_shared: bool = False,
     ) -> None:
+        models = {number: model for number, model in models.items() if stages is None or number in stages}
         if memory is None:
-            self._visiting = {stage: _visiting(model, visitors) for stage, model in models.items()}
+            self._visiting = {
+                stage: _visiting(model, visitors, keeps_shared=keeps_shared) for stage, model in models.items()
+            }
         else:
             self._visiting = {stage: _parameters(model) for stage, model in models.items()}
         self._memory = memory
@@ -315,12 +329,23 @@ class VisitingWeights:
         return self._streams[device, way]
 
 
-def _visiting(model: StageModel, visitors: Visitors) -> dict[nn.Parameter, None]:
+def keep(model: StageModel) -> None:
+    """Let the weights of a stage stay on its device; on the CPU in memory, and not in the checkpoint's files."""
+    if model.device.type == "cpu":
+        for parameter in _parameters(model):
+            parameter.data = parameter.data.clone()
+
+
+def _visiting(model: StageModel, visitors: Visitors, *, keeps_shared: bool) -> dict[nn.Parameter, None]:
     """The parameters of a stage that visit, in order."""
-    if visitors == "frozen":
-        return {p: None for p in _parameters(model) if not p.requires_grad}
     shared = {id(model.parameters[name]) for name in model.shared_names}
-    return {p: None for p in _parameters(model) if not p.requires_grad or id(p) not in shared}
+
+    def visits(parameter: nn.Parameter) -> bool:
+        if parameter.requires_grad:
+            return visitors == "all" and id(parameter) not in shared
+        return not (keeps_shared and id(parameter) in shared)
+
+    return {parameter: None for parameter in _parameters(model) if visits(parameter)}
 
 
 def _parameters(model: StageModel) -> dict[nn.Parameter, None]:
