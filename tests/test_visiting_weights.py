@@ -274,6 +274,19 @@ def test_on_the_cpu_the_host_is_the_checkpoint_s_file(tmp_path: Path) -> None:
     assert all(torch.equal(t, stored[n]) for n, t in load_file(tmp_path / "model.safetensors").items())
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_the_experts_of_a_mixture_visit_alone(family: str) -> None:
+    model = model_of(family)
+    batch = clone.padded_batch(model)
+    plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
+    pipe = pipeline(model, offload_weights="experts")
+    names = {name for name, parameter in pipe.named_parameters() if parameter in visits_of(pipe)[0].parameters}
+    assert names
+    assert all(".experts." in name and "lora" not in name for name in names)
+    assert len(names) == sum(".experts." in n and not p.requires_grad for n, p in pipe.named_parameters())
+    assert_same(run_pipeline(pipe, batch), plain)
+
+
 def test_a_device_holds_two_stages() -> None:
     config = with_layers(8)
     pipe = pipeline(plain_model(config), num_stages=8, offload_weights="frozen")

@@ -5,9 +5,17 @@ mode has those that it needs:
 
     key      without torch; it has
              FIELDS = {field of a configuration: (its `Mode`, the one of a configuration where all is decided)}
+             check_training(arguments, schedule, words, scales_loss=...) raises UserError for arguments of a training
+             that do not go with the mode
     table    without torch; imported with `hf_gpipe.schedule`. It adds kinds of actions (`kinds.add_kind`), whose
-             records say what they need, hold and check, and has
-             apply(table, recompute) -> the table with the mode's actions; `recompute` is an entry for each stage
+             records say what they need and hold, and schedules (`hf_gpipe.schedule.named.SCHEDULES`). A mode has what
+             it needs of
+             apply(table, recompute) -> a builder's table with the mode's actions; `recompute` is an entry for each
+             stage
+             complete(table, config) -> any table of this configuration, that of a file too, with the mode's actions
+             check(table, config) raises ScheduleError before a plan
+             faults(table) yields what is wrong in a table
+             with_updates_beside(table) -> the table with updates beside its backwards, or None
     cost     what the planner reads, of which a mode has what it needs:
              seconds(layout) -> {kind: the seconds of an action of each stage}
              amounts(sums, stage, of_graph) -> {thing held: {item of the estimate: bytes on the device}}; `of_graph` has
@@ -25,4 +33,7 @@ mode has those that it needs:
     runtime  what the executor calls:
              State(rows), a `ModeState`, which actions find in `Step.modes` under the mode's name
              perform(kind, run) is called for each kind of the mode (`hf_gpipe.runtime.performing`)
+    training what a trainer calls:
+             check(trainer) raises UserError where the training does not go with the mode
+             updates(trainer, logs) -> its `hf_gpipe.training.updates.Updates`, or None
 """

@@ -23,8 +23,9 @@ else:
 #: The value of a key until it is known what stands for it.
 NOT_GIVEN: Any = None
 
-Visitors = Literal["frozen", "all"]
-"""The weights that are not trained, or all but trained ones that stages may share."""
+Visitors = Literal["frozen", "experts", "all"]
+"""The weights that are not trained; of these the experts of mixtures alone; or all but trained ones that stages may
+share."""
 
 #: Marks keys of a run that a plan does not have; and those of them that may have another value in each process.
 RUN, EACH_PROCESS = object(), object()

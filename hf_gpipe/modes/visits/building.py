@@ -64,9 +64,10 @@ class Builder(ModeBuilder):
             for worker, models in building.run_by.items()
         }
         if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
+            none = "no expert is frozen" if visitors == "experts" else "every weight is trained"
             raise UserError(
-                "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
-                "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
+                f"offload_weights is {visitors}, and {none}; use all, train adapters on the model (peft_config, or "
+                "lora.r), freeze a part of it, or leave offload_weights out"
             )
         frozen = {p for own in visits.values() for p in own.parameters if not p.requires_grad}
         building.parameters.ties.leave_out(frozen)

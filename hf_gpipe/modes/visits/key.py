@@ -25,11 +25,11 @@ class Visits(Mode):
     offload_weights: Visitors | Auto | None = None
     """The weights that stay in CPU memory and visit the device when their stage runs, so that a device holds at most
     two stages: for models larger than all devices together. frozen: weights that are not trained, such as those under
-    LoRA adapters; all: also trained weights, whose gradients go to CPU memory, where the optimizer updates the weights.
-    Give each device at least three stages, and set `recompute: stage`. In the default schedule, `breadth_first`, each
-    stage visits twice in a step; `schedule: round_robin`, with all, deals the stages to the processes of a machine. On
-    the CPU frozen weights stay in the checkpoint's files. auto: the planner chooses, also whether any weights visit.
-    null: all weights stay on their devices."""
+    LoRA adapters; experts: of these the experts of a mixture alone; all: also trained weights, whose gradients go to
+    CPU memory, where the optimizer updates the weights. Give each device at least three stages, and set `recompute:
+    stage`. In the default schedule, `breadth_first`, each stage visits twice in a step; `schedule: round_robin`, with
+    all, deals the stages to the processes of a machine. On the CPU frozen weights stay in the checkpoint's files. auto:
+    the planner chooses, also whether any weights visit. null: all weights stay on their devices."""
 
     resident_stages: Annotated[int, Field(ge=0)] = 0
     """The number of stages of each device whose weights stay on it while those of the others visit; at least three

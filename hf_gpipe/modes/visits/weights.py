@@ -25,6 +25,9 @@ from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.runtime.memory import ALIGNMENT, aligned
 from hf_gpipe.settings.mode import Visitors
 
+#: The module of the experts in the names of their parameters, as transformers has it.
+EXPERTS = "experts"
+
 
 @dataclass(eq=False)
 class _Buffer:
@@ -339,10 +342,13 @@ def keep(model: StageModel) -> None:
 def _visiting(model: StageModel, visitors: Visitors, *, keeps_shared: bool) -> dict[nn.Parameter, None]:
     """The parameters of a stage that visit, in order."""
     shared = {id(model.parameters[name]) for name in model.shared_names}
+    experts = {id(parameter) for name, parameter in model.parameters.items() if EXPERTS in name.split(".")}
 
     def visits(parameter: nn.Parameter) -> bool:
         if parameter.requires_grad:
             return visitors == "all" and id(parameter) not in shared
+        if visitors == "experts":
+            return id(parameter) in experts
         return not (keeps_shared and id(parameter) in shared)
 
     return {parameter: None for parameter in _parameters(model) if visits(parameter)}
