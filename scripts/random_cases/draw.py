@@ -21,6 +21,7 @@ V_SHAPED = ("zb_v", "v_half")
 MODES: dict[str, dict[str, Any]] = {
     "visits": {"schedule": "breadth_first", "offload_weights": "all"},
     "frozen visits": {"schedule": "breadth_first", "offload_weights": "frozen"},
+    "some stay": {"schedule": "breadth_first", "offload_weights": "all", "resident_stages": 2},
     "dealt stages": {"schedule": "round_robin", "offload_weights": "all"},
     "host graphs": {"recompute": "host"},
     "divided head": {"schedule": "vocab_1f1b"},

@@ -67,6 +67,8 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "sequence_chunks": ({"sequence_chunks": 3, "schedule": "1f1b"}, 2, 3),
     "chunk_taper": ({"sequence_chunks": 3, "chunk_taper": 0.5, "schedule": "1f1b"}, 0.0, 0.5),
     "offload_weights": (VISITING, "frozen", "all"),
+    "resident_stages": (VISITING, 1, 0),
+    "offload_pinned": (VISITING, False, True),
     "boundary_dtype": ({"boundary_dtype": "bfloat16"}, "float16", "bfloat16"),
     "torch_compile": ({}, True, False),
     "torch_compile_backend": ({"torch_compile": "eager"}, "aot_eager", "eager"),

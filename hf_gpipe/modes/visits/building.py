@@ -25,7 +25,11 @@ class Builder(ModeBuilder):
         super().__init__(building)
         decision = building.decision
         _check_on_shared(decision)
-        self._memory = SharedMemory(decision.world) if decision.world.placement.is_shared else None
+        self._memory = (
+            SharedMemory(decision.world, is_pinned=decision.config.visits.offload_pinned)
+            if decision.world.placement.is_shared
+            else None
+        )
         building.shared = self._memory
         self._visiting = visiting_stages(decision.full_table)
         if visitors := decision.config.visits.offload_weights:
@@ -42,6 +46,7 @@ class Builder(ModeBuilder):
                     visits.offload_weights,
                     is_shared=self._memory is not None,
                     keeps_shared=visits.resident_stages > 0,
+                    is_pinned=visits.offload_pinned,
                 )
             else:
                 keep(model)
@@ -58,9 +63,10 @@ class Builder(ModeBuilder):
         visitors = building.decision.config.visits.offload_weights
         if not visitors:
             return None
-        keeps_shared = building.decision.config.visits.resident_stages > 0
+        config = building.decision.config.visits
+        how = {"keeps_shared": config.resident_stages > 0, "is_pinned": config.offload_pinned}
         visits = {
-            worker: VisitingWeights(models, visitors, self._memory, self._visiting, keeps_shared=keeps_shared)
+            worker: VisitingWeights(models, visitors, self._memory, self._visiting, **how)
             for worker, models in building.run_by.items()
         }
         if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):

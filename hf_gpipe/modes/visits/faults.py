@@ -1,4 +1,4 @@
-"""What is wrong in tables with visits, with updates on the host, or with shared stages."""
+"""Faults of tables with visits, with updates on the host, or with shared stages."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
 from hf_gpipe.modes.visits.visit import LOAD
 from hf_gpipe.schedule import Schedule, is_table_file
-from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, Auto, Keys, Mode, Visitors
+from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, RUN, Auto, Keys, Mode, Visitors
 from hf_gpipe.settings.section import refuse_given
 
 
@@ -36,9 +36,14 @@ class Visits(Mode):
     stages of a device visit. Each stage that stays saves the copies of its weights in every step, and with them also
     weights stay that several stages share."""
 
+    offload_pinned: Annotated[bool, RUN] = True
+    """Whether the CPU memory of weights that visit a GPU is pinned. false: it is pageable, for machines that forbid or
+    limit pinned memory; copies are then slower, and the process waits for them."""
+
     def check(self, keys: Keys) -> None:
         if self.offload_weights is None:
-            refuse_given(self, ("resident_stages",), "offload_weights is null; say which weights visit")
+            names = "resident_stages", "offload_pinned"
+            refuse_given(self, names, "offload_weights is null; say which weights visit")
         if self.offload_weights == AUTO and is_table_file(keys["schedule"]):
             raise UserError(
                 f"offload_weights is auto and schedule is {keys['schedule']}, a table; give the weights that visit "

@@ -48,8 +48,9 @@ class SharedMemory:
     Stages are added one after another, so that a process has the weights of one stage twice for a while, and no more.
     """
 
-    def __init__(self, world: Mesh) -> None:
+    def __init__(self, world: Mesh, *, is_pinned: bool = True) -> None:
         self._world = world
+        self._is_pinned = is_pinned and world.device.type == "cuda"
         self._peers = world.placement.pipeline_of(world.worker)
         self._is_shared = len({world.placement.ranks_of(worker) for worker in self._peers}) > 1
         #: The event after which the gradients of a stage's last visit in this process are there, by stage, on CUDA.
@@ -168,10 +169,9 @@ class SharedMemory:
         self._world.barrier()
 
     def _memory(self, size: int, owner: int) -> torch.Tensor:
-        """CPU memory, which the processes of the pipeline share where there are several; pinned on CUDA."""
-        is_cuda = self._world.device.type == "cuda"
+        """CPU memory, which the processes of the pipeline share where there are several."""
         if not self._is_shared:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
         size = max(size, mmap.PAGESIZE)
         file = _SharedFile(size) if owner == self._world.rank else None
         try:
@@ -183,7 +183,7 @@ class SharedMemory:
                 raise UserError(problem)
             if _identity(path) != identity:
                 raise UserError(
-                    f"stages are shared to several processes, and process {self._world.rank} does not see memory of "
+                    f"stages are shared by several processes, and process {self._world.rank} does not see memory of "
                     f"process {owner} as {path}: start all processes of a machine in one container, by one user, or "
                     "use one process with several devices"
                 )
@@ -192,7 +192,7 @@ class SharedMemory:
         finally:
             if file is not None:
                 file.close()
-        if is_cuda:
+        if self._is_pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         return memory
 
@@ -211,14 +211,14 @@ class _SharedFile:
         try:
             self._descriptor = os.open(_SHARED_MEMORY, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
-            self.problem = f"stages are shared to several processes, which share memory in {_SHARED_MEMORY}: {error}"
+            self.problem = f"stages are shared by several processes, which share memory in {_SHARED_MEMORY}: {error}"
             return
         try:
             # Without it a write to memory that is not there would end the process.
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             self.problem = (
-                f"stages are shared to several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
+                f"stages are shared by several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
                 f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one "
                 "process with several devices"
             )
@@ -243,7 +243,7 @@ def _check_sizes(sizes: Sequence[int], rank: int, owner: int) -> None:
     """Raise UserError where a process would divide shared memory otherwise than the process that makes it."""
     if sizes[rank] != sizes[owner]:
         raise UserError(
-            f"stages are shared to several processes, and process {rank} has {sizes[rank]} bytes of a stage to share "
+            f"stages are shared by several processes, and process {rank} has {sizes[rank]} bytes of a stage to share "
             f"where process {owner} has {sizes[owner]}: one maps the weights from a file, and the other does not; "
             "give every process the model in one way, such as the directory of one checkpoint"
         )

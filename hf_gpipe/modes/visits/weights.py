@@ -56,12 +56,18 @@ class _Loaded:
 
 
 def leave_on_host(
-    model: StageModel, visitors: Visitors, *, is_shared: bool = False, keeps_shared: bool = False
+    model: StageModel,
+    visitors: Visitors,
+    *,
+    is_shared: bool = False,
+    keeps_shared: bool = False,
+    is_pinned: bool = True,
 ) -> None:
     """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
 
     Those of shared stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`). With
-    `keeps_shared` weights stay that several stages use, because some of these stages may stay.
+    `keeps_shared` weights stay that several stages use, because some of these stages may stay. The host's memory of a
+    GPU is pinned, or pageable.
 
     Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
     """
@@ -76,7 +82,9 @@ def leave_on_host(
             parameter.data = parameter.data.clone()
     if model.device.type != "cpu" and not is_shared:
         visiting = list(_visiting(model, visitors, keeps_shared=keeps_shared))
-        for parameter, home in zip(visiting, _pinned([weight.data for weight in visiting]), strict=True):
+        for parameter, home in zip(
+            visiting, _host_memory([weight.data for weight in visiting], is_pinned=is_pinned), strict=True
+        ):
             parameter.data = home.copy_(parameter.data)
 
 
@@ -88,7 +96,7 @@ class VisitingWeights:
         visitors: as there.
         memory: of shared stages, all of whose weights visit; None: the stages are this process's own.
         stages: the numbers of those whose weights visit; None: all.
-        keeps_shared: as there.
+        keeps_shared, is_pinned: as there.
 
     Attributes:
         hosted_bytes: of these weights, of each stage.
@@ -103,6 +111,7 @@ class VisitingWeights:
         stages: Collection[int] | None = None,
         *,
         keeps_shared: bool = False,
+        is_pinned: bool = True,
     ) -> None:
         models = {number: model for number, model in models.items() if stages is None or number in stages}
         if memory is None:
@@ -111,7 +120,7 @@ class VisitingWeights:
             }
         else:
             self._visiting = {stage: _parameters(model) for stage, model in models.items()}
-        self._memory = memory
+        self._memory, self._is_pinned = memory, is_pinned
         #: The shared memory of the gradients of shared stages.
         self._gradients = {} if memory is None else {n: memory.gradients(n, model) for n, model in models.items()}
         self._models = models
@@ -198,9 +207,9 @@ class VisitingWeights:
             if gradients:
                 stream = self._stream(device, "out")
                 stream.wait_event(computed)
-                homes = zip(list(gradients.items()), _pinned(list(gradients.values())), strict=True)
+                homes = _host_memory(list(gradients.values()), is_pinned=self._is_pinned)
                 with torch.cuda.stream(stream):
-                    for (parameter, gradient), home in homes:
+                    for (parameter, gradient), home in zip(list(gradients.items()), homes, strict=True):
                         gradients[parameter] = home.copy_(gradient, non_blocking=True)
                 self._leave(device, [p.grad for p in gradients])
             for parameter, home in loaded.homes.items():
@@ -358,12 +367,14 @@ def _parameters(model: StageModel) -> dict[nn.Parameter, None]:
     return dict.fromkeys(p for p in model.model.parameters() if p.device.type != "meta")
 
 
-def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pinned CPU memory for the values of some tensors.
+def _host_memory(tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
+    """CPU memory for the values of some tensors.
 
     PyTorch rounds each piece of pinned memory up to a power of two. So several tensors share a piece that they fill.
     """
     homes: list[torch.Tensor] = []
+    if not is_pinned:
+        return [torch.empty_like(tensor, device="cpu") for tensor in tensors]
     while len(homes) < len(tensors):
         sizes = [aligned(tensor.nbytes) for tensor in tensors[len(homes) :]]
         # The largest piece that the rest can fill, and of one tensor at least.
