@@ -201,6 +201,26 @@ def test_in_two_processes_with_nccl() -> None:
 
 
 @on_emulated_cuda()
+def test_frozen_weights_of_a_gpu_stay_in_the_checkpoint_s_files(tmp_path: Path) -> None:
+    config = config_of("llama", tied=False)
+    plain_model(config).save_pretrained(tmp_path)
+    peft = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    given = {"num_micro_batches": 2, "schedule": "breadth_first", "recompute": "stage", "peft_config": peft}
+
+    def made(**options: Any) -> Pipeline:
+        torch.manual_seed(0)
+        return Pipeline(str(tmp_path), 5, device="cuda:0", dtype="auto", **copy.deepcopy(given), **options)
+
+    pipe = made(offload_weights="frozen", offload_pinned=False)
+    frozen = [p for p in pipe.parameters() if not p.requires_grad]
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    mapped = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    assert frozen
+    assert all(any(low <= p.data_ptr() < high for low, high in mapped) for p in frozen)
+    assert_equal(numbers(pipe), numbers(made()))
+
+
+@on_emulated_cuda()
 def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
     peaks = {}
     for visit in (False, True, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from hf_gpipe.adapters import StageModel
@@ -38,7 +39,7 @@ class Builder(ModeBuilder):
 
     def assembled(self, number: int, models: Mapping[int, StageModel]) -> None:
         """One stage after another, for together they may not fit."""
-        visits = self.building.decision.config.visits
+        visits, files = self.building.decision.config.visits, self.building.weights
         for model in models.values() if visits.offload_weights else ():
             if number in self._visiting:
                 leave_on_host(
@@ -47,6 +48,7 @@ class Builder(ModeBuilder):
                     is_shared=self._memory is not None,
                     keeps_shared=visits.resident_stages > 0,
                     is_pinned=visits.offload_pinned,
+                    files=files if isinstance(files, str | os.PathLike) else None,
                 )
             else:
                 keep(model)

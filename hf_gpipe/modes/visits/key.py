@@ -38,7 +38,8 @@ class Visits(Mode):
 
     offload_pinned: Annotated[bool, RUN] = True
     """Whether the CPU memory of weights that visit a GPU is pinned. false: it is pageable, for machines that forbid or
-    limit pinned memory; copies are then slower, and the process waits for them."""
+    limit pinned memory, and frozen weights stay in the checkpoint's files, which may be larger than the CPU memory;
+    copies are then slower, and the process waits for them."""
 
     def check(self, keys: Keys) -> None:
         if self.offload_weights is None:

@@ -11,6 +11,7 @@ of the checkpoint.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.visits.files import mapped_weights
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.runtime.memory import ALIGNMENT, aligned
 from hf_gpipe.settings.mode import Visitors
@@ -62,12 +64,13 @@ def leave_on_host(
     is_shared: bool = False,
     keeps_shared: bool = False,
     is_pinned: bool = True,
+    files: str | os.PathLike[str] | None = None,
 ) -> None:
     """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
 
     Those of shared stages, which workers share, are then moved there (`hf_gpipe.modes.visits.shared_memory`). With
     `keeps_shared` weights stay that several stages use, because some of these stages may stay. The host's memory of a
-    GPU is pinned, or pageable.
+    GPU is pinned, or pageable; then frozen weights that a checkpoint (`files`) has are its mapped files.
 
     Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
     """
@@ -81,11 +84,15 @@ def leave_on_host(
             # It changes, and must not depend on a file that may be replaced.
             parameter.data = parameter.data.clone()
     if model.device.type != "cpu" and not is_shared:
-        visiting = list(_visiting(model, visitors, keeps_shared=keeps_shared))
-        for parameter, home in zip(
-            visiting, _host_memory([weight.data for weight in visiting], is_pinned=is_pinned), strict=True
-        ):
+        visiting = _visiting(model, visitors, keeps_shared=keeps_shared)
+        frozen = [parameter for parameter in visiting if not parameter.requires_grad]
+        mapped = {} if is_pinned or files is None else mapped_weights(model, files, frozen)
+        copied = [parameter for parameter in visiting if parameter not in mapped]
+        homes = _host_memory([parameter.data for parameter in copied], is_pinned=is_pinned)
+        for parameter, home in zip(copied, homes, strict=True):
             parameter.data = home.copy_(parameter.data)
+        for parameter, tensor in mapped.items():
+            parameter.data = tensor
 
 
 class VisitingWeights:
