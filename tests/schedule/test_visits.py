@@ -170,5 +170,7 @@ def test_stages_that_stay() -> None:
     ), "stage 2 is there while stage 3 works"
     two = breadth_first(8, 2, 2)
     assert sorted(stages_that_stay(two.placement, 1)) == [6, 7]
-    with pytest.raises(ScheduleError, match=r"at once \(2 of 2\); let at least three stages of each device visit"):
+    with pytest.raises(
+        ScheduleError, match=r"at once \(2 of 2\); give at least three stages that visit for each device"
+    ):
         check_visits(with_visits(plain, stages_that_stay(plain.placement, 2)))

@@ -180,8 +180,9 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
     ]
     own = tuple(max(of_devices.values(), default=0) for of_devices in stages)
     if most_loaded(schedule) == own:
+        some = "" if len(visiting) == schedule.num_stages else " that visit"
         raise ScheduleError(
-            f"offload_weights with schedule {schedule.name!r}: the weights of all visiting stages of a device would "
-            f"be there at once ({max(own)} of {max(own)}); let at least three stages of each device visit, give "
-            "recompute 'stage' and schedule 'breadth_first', or leave offload_weights out."
+            f"offload_weights with schedule {schedule.name!r}: the weights of all stages of a device{some} would be "
+            f"there at once ({max(own)} of {max(own)}); give at least three stages{some} for each device, recompute "
+            "'stage' and schedule 'breadth_first', or leave offload_weights out."
         )
