@@ -15,6 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOGITS
 from hf_gpipe.modes.host_graphs.table import AWAY, OFFLOAD, PREFETCH, with_offloads
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
 from hf_gpipe.modes.visits.table import check_visits, with_visits
@@ -74,7 +75,12 @@ def _told(make: Make) -> str:
 
 
 #: The things held, in the order in which the results have them.
-_SHOWN: tuple[str, ...] = tuple(chain.from_iterable((kind, AWAY) if kind is Held.GRAPH else (kind,) for kind in Held))
+_SHOWN: tuple[str, ...] = (
+    *chain.from_iterable((kind, AWAY) if kind is Held.GRAPH else (kind,) for kind in Held),
+    *(HEAD_INPUT, HELD_LOGITS, HEAD_WORKING),
+)
+#: What a thing was called when the tables were frozen.
+_EARLIER: dict[str, str] = {Held.LEAVING_GRADIENTS: "gradients of visiting weights"}
 
 
 def _numbers(table: Schedule) -> str:
@@ -88,7 +94,7 @@ def _numbers(table: Schedule) -> str:
             most = most_of_equal_stages(table) if what == "equal" else None
             for stage in range(table.num_stages):
                 held = most[stage] if most is not None else most_held(timeline, stage)
-                shown = ", ".join(f"{kind} {held[kind]}" for kind in _SHOWN if held[kind])
+                shown = ", ".join(f"{_EARLIER.get(kind, kind)} {held[kind]}" for kind in _SHOWN if held[kind])
                 lines.append(f"stage {stage}: {shown}")
     return "\n".join(lines)
 
