@@ -29,12 +29,12 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.partition.cluster import parse_cluster
+from hf_gpipe.planner.layout import costs_of_table
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import AUTO_SCHEDULES, allowed_plans, best_plan, micro_batch_counts
 from hf_gpipe.planner.search.meshes import with_mesh
-from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import Costs, Placement
 from hf_gpipe.settings.mode import AUTO

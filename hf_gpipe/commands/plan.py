@@ -57,10 +57,9 @@ def _plan(options: argparse.Namespace) -> int:
     request = PlanRequest.of(options)
 
     from hf_gpipe.planner.picture import draw_plan
-    from hf_gpipe.planner.report import as_dict, lines_text, overrides, report, search_report
+    from hf_gpipe.planner.report import as_dict, lines_text, overrides, report, search_report, untried
     from hf_gpipe.planner.search.listed import TABLE_FILE
     from hf_gpipe.planner.search.search_all import search_all
-    from hf_gpipe.planner.search.visiting import untried
 
     if options.longest and request.planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
@@ -89,8 +88,8 @@ def _plan(options: argparse.Namespace) -> int:
             print()
         if not options.json and not request.config.is_decided:
             say("chosen", overrides(best, request.given), " \\")
-        if "offload_weights" in request.config.left_open and (text := untried(best)):
-            say("visits", text)
+        if text := untried(request.config, best):
+            say("left out", text)
     if best.settings.schedule == TABLE_FILE:
         say("table", "made for this plan by pipeline.schedule=auto; --table > mine.txt writes it")
     if options.longest:

@@ -176,7 +176,7 @@ class PlanRequest:
                 as_on_gpu=True,
                 seconds=partial(_profiled, adapter, loss) if self.is_profiled else None,
                 cluster=self.cluster,
-                teacher=teacher,
+                beside=None if teacher is None else ("teacher", teacher),
             )
             # The layers run here for the first time, in the smallest micro-batch that will be planned.
             costs = planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])

@@ -18,10 +18,27 @@ mode has those that it needs:
              with_updates_beside(table) -> the table with updates beside its backwards, or None
     cost     what the planner reads, of which a mode has what it needs:
              seconds(layout) -> {kind: the seconds of an action of each stage}
+             turn_transfer_seconds(layout) -> the seconds of messages between turns
              amounts(sums, stage, of_graph) -> {thing held: {item of the estimate: bytes on the device}}; `of_graph` has
              those of a graph
-             host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
-             beside(costs of another model, K) -> the share that this model adds to each stage
+             resident(layout, process, stages, there) -> what stays on the device, of what would be there
+             old_versions(table, stage, process) -> the old versions of its weights that a stage keeps
+             on_host(layout, timeline) -> {words: bytes in CPU memory of each process}
+             host_update_seconds(layout, weights) -> the seconds in which the host updates weights; None: a device does
+             links(table) -> connections between processes, beside those between stages
+             divided(costs, device, K) -> the costs where stages share the last layer, and the part of each
+             shares(costs of another model, K) -> the share that this model adds to each stage
+             lines(plan) yields lines of a report, (name, text)
+    search   what the planner tries, of which a mode has what it needs:
+             possible(adapter, loss, mini_batch) yields the fields of modes that these allow
+             ways(planner, config) yields both, with what the mode's keys leave open decided
+             cuts(config, tokens) -> the ways to cut rows of so many tokens
+             outcomes(planner, config, counts of micro-batches) -> the plans where the mode has its own; else None
+             SCHEDULES, and is_worth_a_try(planner, config): schedules that "auto" tries too
+             instead(plan) and leaner(planner, settings, partition) yield plans where memory is short
+             fixes(planner, settings) yields keys with which less memory is enough, as (words, keys)
+             way(plan) -> words for where its weights are; empty: on their devices
+             untried(config, plans) -> what was not tried, in words; else empty
     check    before a plan, and again once the configuration is decided, of which a mode has what it needs:
              check(config, adapter, loss, packing=..., probe=...) raises UserError where these do not go with the mode;
              the loss of a teacher is None

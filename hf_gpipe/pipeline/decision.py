@@ -156,7 +156,8 @@ class Decision:
             world.from_main(lambda: probe.require(adapter, Variant(kernels=world.device)))
 
         # What the planner decides, and whether the machines can do it.
-        planning = Planning(inputs, adapter, loss.planned, world, of_teacher)
+        beside = None if of_teacher is None else ("teacher", of_teacher)
+        planning = Planning(inputs, adapter, loss.planned, world, beside)
         config, planned, table = planning.decide(given)
         if table is not None:
             planning = replace(planning, inputs=replace(inputs, tables={config.schedule: table}))

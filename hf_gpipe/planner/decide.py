@@ -14,24 +14,23 @@ from hf_gpipe.job.facts import available_memory
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import measure_speeds, profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
-from hf_gpipe.planner.of_model import planner_of
+from hf_gpipe.planner.of_model import each_chunk, planner_of
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.report import untried
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.search.listed import TABLE_FILE
-from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mesh import UNSHARED
-from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 from hf_gpipe.text import seconds_text, size_text
 
@@ -46,7 +45,8 @@ class Planning:
     adapter: Adapter
     loss: Loss
     world: World
-    teacher: Adapter | None = None
+    beside: tuple[str, Adapter] | None = None
+    """A mode and the adapter of its own model."""
     tracers: dict[Division, LayerTracer] = field(default_factory=dict, repr=False)
     """The tracer by division of the layers. What was traced to decide tells the plans of the run too."""
 
@@ -124,7 +124,7 @@ class Planning:
             as_on_gpu=device.type == "cuda",
             seconds=lambda workload, costs: measured.get(workload, costs),
             cluster=steady(cluster) if decides and cluster is not None else cluster,
-            teacher=self.teacher,
+            beside=self.beside,
             tracer=partial(self._tracer, config.division),
         )
 
@@ -182,8 +182,9 @@ class Planning:
 
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
-            for chunks in ways_to_cut(config, mini_batch.target_tokens):
-                each_chunk(mini_batch.of_rows(rows), chunks, measure)
+            for cuts in functions_of_modes("search", "cuts"):
+                for chunks in cuts(config, mini_batch.target_tokens):
+                    each_chunk(mini_batch.of_rows(rows), chunks, measure)
         return measured
 
 
@@ -195,28 +196,26 @@ def _shown(value: Any) -> str:
 
 
 def _why(plan: Plan, config: PipelineConfig) -> str:
-    settings = plan.settings
-    chosen = []
-    if config.is_mesh_open:
-        replicas = plan.timeline.schedule.placement.replicas
-        chosen.append(f"{settings.num_stages} stages with {'-'.join(map(str, replicas))} replicas")
-        if settings.placement is not None:
-            chosen.append(f"placement {settings.placement!r}")
-        if config.shared_updates != settings.shared_updates:
-            chosen.append(UNSHARED)
+    settings, planner = plan.settings, plan.planner
+    replicas = "-".join(map(str, plan.timeline.schedule.placement.replicas))
+    is_open, is_unshared = config.is_mesh_open, config.shared_updates != settings.shared_updates
+    chosen = {
+        f"{settings.num_stages} stages with {replicas} replicas": is_open,
+        f"placement {settings.placement!r}": is_open and settings.placement is not None,
+        UNSHARED: is_open and is_unshared,
+    }
     for name in config.left_open:
         value = getattr(settings, name)
-        if value == TABLE_FILE:
-            chosen.append("a table made for this plan")
-        elif name not in ("num_stages", "replicas", "partition"):
-            chosen.append(f"{name} {_shown(value)}")
-    note = untried(plan) if config.visits.offload_weights == AUTO else ""
-    if config.is_cut_by_cost:
-        chosen.append(f"partition {list(settings.partition)} ({config.partition})")
-    limit = plan.planner.memory_bytes
-    fits = "no limit of memory is known" if limit is None else f"the limit is {plan.planner.limit_text}"
-    return (
-        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak "
-        f"memory {size_text(plan.peak_bytes)} in a process; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
-        f"{plan.uncounted}{'; ' * bool(note)}{note}"
-    )
+        is_made = value == TABLE_FILE
+        text = "a table made for this plan" if is_made else f"{name} {_shown(value)}"
+        chosen[text] = is_made or name not in ("num_stages", "replicas", "partition")
+    chosen[f"partition {list(settings.partition)} ({config.partition})"] = config.is_cut_by_cost
+    limit = "no limit of memory is known" if planner.memory_bytes is None else f"the limit is {planner.limit_text}"
+    words = [
+        f"planner: {', '.join(text for text, is_said in chosen.items() if is_said)}: a step of "
+        f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak memory {size_text(plan.peak_bytes)} in a "
+        "process",
+        f"{limit}{'' if plan.fits else ', which nothing allowed fits'}{plan.uncounted}",
+        untried(config, plan),
+    ]
+    return "; ".join(filter(None, words))

@@ -1,17 +1,23 @@
-"""Configurations laid out over processes: what the memory, the time and the messages of a plan are computed from."""
+"""Configurations laid out over processes: the table that they run, and the seconds of its actions and messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
-from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.planner.costs.model_costs import Seconds
+from hf_gpipe.planner.costs.stage_costs import Share, StageCosts, StageLayers
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
-from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.schedule import Schedule
+from hf_gpipe.planner.workload import PlanInputs, sent_share
+from hf_gpipe.registry import functions_of_modes
+from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.schedule import LONGEST_WINDOW, Costs, Schedule, build, has_windows, recompute_under, with_modes
 from hf_gpipe.schedule.kinds import RECOMPUTE
+from hf_gpipe.schedule.updates import updates_beside, with_updates_last
 from hf_gpipe.settings.pipeline import DecidedConfig
 
 
@@ -37,7 +43,161 @@ class Layout:
         table = self.table
         return [table.num_actions(stage, RECOMPUTE) / table.num_micro_batches for stage in range(table.num_stages)]
 
+    @property
+    def converts_once(self) -> bool:
+        """Whether autocast converts weights once for a step: no weight changes between the table's micro-batches."""
+        return not self.table.is_window
+
+    @property
+    def ids_bytes(self) -> int:
+        """The bytes of the ids, masks and labels of a step."""
+        return self.table.num_micro_batches * self.sums.costs.micro_batch_bytes
+
+    @property
+    def num_updating(self) -> int:
+        """The number of devices that share the memory of a host, and so copy and update at once."""
+        return self.processes.num_copying(self.table.placement.num_processes)
+
     def state_bytes(self, stage: int, size: Parameters) -> float:
         """The bytes of the optimizer's state that a process has of trainable weights of a stage."""
         num_replicas = self.table.placement.replicas[stage]
         return self.inputs.state_bytes(size, self.sums.costs.dtype) / self.settings.shared_updates.among(num_replicas)
+
+    def old_versions(self, stage: int, process: int | None = None) -> int:
+        """The old versions of its weights that a stage keeps beside the newest; without a process, the most of any."""
+        return sum(own(self.table, stage, process) for own in functions_of_modes("cost", "old_versions"))
+
+    def host_update_seconds(self, owned: Parameters) -> float | None:
+        """The seconds in which the host updates these parameters, while all devices do so; None: a device does."""
+        for of_mode in functions_of_modes("cost", "host_update_seconds"):
+            if (seconds := of_mode(self, owned)) is not None:
+                return float(seconds)
+        if not self.inputs.offload_optimizer:
+            return None
+        # Gradients and weights travel.
+        host, count = self.processes.device.host, self.num_updating
+        moved = self.inputs.moved_bytes(owned, self.sums.costs.dtype)
+        return 2 * owned.trainable_bytes / host.copy_rate(count) + moved / host.process_rate(count)
+
+
+def table_of(
+    settings: DecidedConfig, inputs: PlanInputs, num_micro_batches: int, chunks: int, sizes: Sequence[int] | None = None
+) -> Schedule:
+    """The table of these settings, whose partition is not read. A window has about `LONGEST_WINDOW` micro-batches.
+
+    Args:
+        settings: the settings of the pipeline.
+        inputs: the planner's inputs, which have the tables that were read from files.
+        num_micro_batches: the number of micro-batches of a step, where each chunk of a row counts.
+        chunks: the number of chunks of each row.
+        sizes: the size of each stage, by which shared stages are placed; None: stages are equal.
+
+    Raises:
+        ScheduleError: there is no such table, or the schedule is a table from a file with other numbers.
+    """
+    name, num_stages = settings.schedule, settings.num_stages
+    if (given := inputs.tables.get(name)) is not None:
+        asked = num_stages, inputs.accumulation * settings.num_micro_batches * chunks, settings.num_processes
+        if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
+            raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
+        recompute_under(given, settings.recompute)
+        return completed(given.of_first(num_micro_batches), settings, inputs)
+    placement = settings.placed(name)
+    if sizes is not None and settings.placement is None:
+        placement = placement.balanced(sizes)
+    recompute = Recompute.parse(settings.recompute, num_stages)
+    count, steps = num_micro_batches, None
+    if has_windows(name):
+        steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
+        count = sum(steps)
+    built = build(
+        *(name, num_stages, count, placement, recompute.of_table),
+        steps=steps,
+        group_size=1 if steps else chunks,
+        is_checked=False,
+    )
+    table = with_modes(built, recompute.entries)
+    return table if steps else completed(table, settings, inputs)
+
+
+def completed(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
+    """Put what modes add to every table of these settings into a table, and check it."""
+    for complete in functions_of_modes("table", "complete"):
+        table = complete(table, settings)
+    for check in functions_of_modes("table", "check"):
+        check(table, settings)
+    return with_updates_of_run(table, inputs)
+
+
+def with_updates_of_run(table: Schedule, inputs: PlanInputs) -> Schedule:
+    """Put the updates of a table where a run has them: beside backwards where a mode can, if nothing needs the norm of
+    the whole gradient."""
+    needs_all = inputs.needs_norm or inputs.updates > 1
+    return (None if needs_all else updates_beside(table)) or with_updates_last(table)
+
+
+def costs_of_table(layout: Layout) -> Costs:
+    """The costs for the simulation of a table."""
+    sums, stages, placement = layout.sums, layout.stages, layout.table.placement
+    network, speeds = layout.processes.network(placement), layout.processes.speeds_of(placement)
+
+    def update(number: int, stage: StageLayers, count: int) -> float:
+        owned = sums.owned(*stage.run)
+        seconds = _update_seconds(layout, owned) / speeds[number]
+        if (shares := layout.settings.shared_updates.among(count)) == 1:
+            return seconds
+        # Each replica updates a part, and sends it to the others: half of what a reduction takes.
+        return seconds / shares + network.reduce_seconds(number, owned.trainable_bytes) / 2
+
+    def each(
+        seconds_of: Callable[[Seconds, float, float, float], float],
+        of_share: Callable[[Share], float] = lambda _: 0.0,
+    ) -> list[float | Sequence[float]]:
+        """The seconds of an action for each stage: a value for each chunk in turn, where rows are cut."""
+        of_stages: list[float | Sequence[float]] = []
+        for stage, speed, again in zip(stages, speeds, layout.recompute_shares, strict=True):
+            run, more = stage.run, of_share(stage.share)
+            values = []
+            for chunk in layout.of_chunks:
+                weights, hidden = chunk.weight_seconds(*run), chunk.hidden_seconds(*run)
+                values.append((seconds_of(chunk.seconds(*run, stage.inner), again, weights, hidden) + more) / speed)
+            of_stages.append(values if len(values) > 1 else values[0])
+        return of_stages
+
+    per_byte = sent_share(layout.settings, sums.costs.dtype)
+    boundaries = [
+        per_byte * (sums.costs.layers[stage.start].input_bytes + stage.share.input_bytes) for stage in stages[1:]
+    ]
+    others: dict[str, list[float]] = {}
+    for seconds_of_mode in functions_of_modes("cost", "seconds"):
+        others |= seconds_of_mode(layout)
+    of_backward = attrgetter("backward_seconds")
+    return Costs(
+        forward_seconds=each(lambda own, again, *_: own.first_forward(again), attrgetter("forward_seconds")),
+        recompute_seconds=each(lambda own, *_: own.forward),
+        backward_seconds=each(lambda own, *_: own.backward, of_backward),
+        # Products that W computes later hide nothing of I.
+        input_seconds=each(lambda own, _, weights, hidden: own.backward - weights + hidden, of_backward),
+        weight_seconds=each(lambda _, __, weights, ___: weights),
+        update_seconds=[
+            update(number, *stage) for number, stage in enumerate(zip(stages, placement.replicas, strict=True))
+        ],
+        transfer_seconds=network.transfer_seconds(boundaries),
+        reduce_seconds=[
+            network.reduce_seconds(number, sums.held(*stage.run).trainable_bytes) for number, stage in enumerate(stages)
+        ],
+        turn_transfer_seconds=sum(own(layout) for own in functions_of_modes("cost", "turn_transfer_seconds")),
+        others=others,
+    )
+
+
+def _update_seconds(layout: Layout, owned: Parameters) -> float:
+    """The seconds of the optimizer's update of these parameters."""
+    costs = layout.sums.costs
+    if (seconds := layout.host_update_seconds(owned)) is not None:
+        return seconds
+    if costs.update_seconds_per_parameter is not None:
+        return costs.update_seconds_per_parameter * owned.trainable_count
+    # Gradients are read for their norm and for the update; weights and state are read and written.
+    moved = 4 * owned.trainable_bytes + 2 * layout.inputs.own_state_bytes(owned, costs.dtype)
+    return moved / layout.processes.device.memory_rate

@@ -7,19 +7,17 @@ the running action. The estimate is for the moment at which the sum is largest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOGITS
-from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.layout import Layout
-from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.registry import functions_of_modes
-from hf_gpipe.schedule import Timeline, num_stashes
+from hf_gpipe.schedule import Timeline
 from hf_gpipe.schedule.kinds import Held
-from hf_gpipe.schedule.occupancy import most_of_equal_stages, occupancy
+from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
 
 
 def _item(words: str, colour: str) -> Any:
@@ -38,7 +36,7 @@ class MemoryEstimate:
     optimizer: int = _item("optimizer state", "#9ecae9")
     """The optimizer's state of the weights that the process owns."""
     stashes: int = _item("old versions of weights", "#2f4b7c")
-    """Old versions of the weights, which an asynchronous schedule keeps."""
+    """Old versions of the weights, where they change between forward and backward."""
     boundaries: int = _item("boundary tensors and ids", "#f58518")
     """Received boundary tensors, and the micro-batches' ids, masks and labels."""
     activations: int = _item("stored activations", "#ffbf79")
@@ -65,6 +63,17 @@ class MemoryEstimate:
         return self.total - self.reserve - self.libraries
 
 
+class Resident(NamedTuple):
+    """Bytes that a process holds during the whole step. A mode that keeps weights elsewhere replaces them."""
+
+    weights: float
+    trained: float
+    """The part of the weights that has gradients in its memory."""
+    state: float
+    amounts: Mapping[int, Amounts] = MappingProxyType({})
+    """What each stage adds for a while beside `StageCosts.amounts`."""
+
+
 def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Sequence[int]) -> MemoryEstimate:
     """Estimate the memory of a process at the peak of a step.
 
@@ -74,57 +83,44 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
         process: the process's number.
         own: the process's stages. With one stage of several, the estimate is what that stage alone needs.
     """
-    sums, visitors, table = layout.sums, layout.settings.visits.offload_weights, timeline.schedule
-    stages = [layout.stages[number] for number in own]
-    converts = {"converts_once": not table.is_window}
-    known = [sums.bytes_of(stage, **converts) for stage in stages]
-    held, is_shared = sums.held_by(stage.run for stage in stages), table.placement.is_shared
-    hosted = [sums.hosted(*stage.run, visitors, is_shared=is_shared) for stage in stages]
-    # Nothing of dealt stages stays on the device, not even tied weights.
-    trained_bytes = 0 if is_shared else held.trainable_bytes - sum(visiting.trainable_bytes for visiting in hosted)
+    sums, converts = layout.sums, layout.converts_once
+    known = {number: sums.bytes_of(layout.stages[number], converts_once=converts) for number in own}
+    held = sums.held_by(layout.stages[number].run for number in own)
+    resident = Resident(
+        held.num_bytes + sum(of_stage.converted for of_stage in known.values()),
+        held.trainable_bytes,
+        sum(layout.state_bytes(number, of_stage.owned) for number, of_stage in known.items()),
+    )
+    for of_mode in functions_of_modes("cost", "resident"):
+        resident = of_mode(layout, process, own, resident)
     amounts = {
         number: {
-            **sums.amounts(stage, **converts),
-            Held.WEIGHT_GRADIENTS: {"gradients": trained_bytes / len(own)},
-            Held.LEAVING_GRADIENTS: {"gradients": visiting.trainable_bytes},
+            **sums.amounts(layout.stages[number], converts_once=converts),
+            Held.WEIGHT_GRADIENTS: {"gradients": resident.trained / len(own)},
+            **resident.amounts.get(number, {}),
         }
-        for number, stage, visiting in zip(own, stages, hosted, strict=True)
+        for number in own
     }
-    weights = held.num_bytes + sum(of_stage.converted for of_stage in known)
-    if visitors is not None:  # each stage that is there has a buffer
-        num_buffers = min(most_loaded(table)[process], len(own))
-        weights = trained_bytes + num_buffers * max(
-            visiting.num_bytes + of_stage.converted for visiting, of_stage in zip(hosted, known, strict=True)
-        )
     levels = (level for _, level in occupancy(timeline, amounts, process))
     # Some replicas have nothing to do where there are more replicas than micro-batches.
     fullest = max(levels, key=lambda level: sum(level.values()), default={})
     items = {name: round(size) for name, size in fullest.items()}
-    ids = table.num_micro_batches * sums.costs.micro_batch_bytes
-    state = sum(
-        layout.state_bytes(number, of_stage.owned - visiting)
-        for number, of_stage, visiting in zip(own, known, hosted, strict=True)
-    )
+    reserved = dict.fromkeys(("gradients", "working"), sums.device.reserved_working_share)
     stashes = sum(
-        num_stashes(table, number, process) * of_stage.held.trainable_bytes
-        for number, of_stage in zip(own, known, strict=True)
+        layout.old_versions(number, process) * of_stage.held.trainable_bytes for number, of_stage in known.items()
     )
     return MemoryEstimate(
-        **items | {"boundaries": items.get("boundaries", 0) + ids},
-        parameters=round(weights) + sum(round(of_stage.fixed) for of_stage in known),
-        optimizer=0 if is_shared else round(state),
+        **items | {"boundaries": items.get("boundaries", 0) + layout.ids_bytes},
+        parameters=round(resident.weights) + sum(round(of_stage.fixed) for of_stage in known.values()),
+        optimizer=round(resident.state),
         stashes=round(stashes),
-        reserve=round(sum(_reserved_share(sums.device, item) * size for item, size in fullest.items())),
+        reserve=round(sum(reserved.get(item, sums.device.reserved_share) * size for item, size in fullest.items())),
         libraries=layout.library_bytes[process],
     )
 
 
-def _reserved_share(device: Device, item: str) -> float:
-    """The share of an item that the allocator holds beside it."""
-    return device.reserved_working_share if item in ("gradients", "working") else device.reserved_share
-
-
-class HostMemory(NamedTuple):
+@dataclass(frozen=True)
+class HostMemory:
     """Bytes in the CPU memory of a process's machine."""
 
     copies: int
@@ -132,45 +128,36 @@ class HostMemory(NamedTuple):
     its adapters alone, and the optimizer's state of whole parameters with float32 master weights, if there are any."""
     offloaded: int
     """The float32 copies, their gradients and the optimizer's state, where these are offloaded."""
-    hosted: int
-    """The most of weights that visit and of graphs that wait. Trained weights have their gradients and the optimizer's
-    state there. A weight of dealt stages is there once, and counts for the worker that updates it."""
+    of_modes: Mapping[str, int]
+    """The most of what modes have there, such as graphs that wait, by words for it."""
+
+    @property
+    def hosted(self) -> int:
+        """The bytes of what modes have there."""
+        return sum(self.of_modes.values())
 
 
 def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
     """The CPU memory that each process needs. A CPU is its own host, and its graphs wait nowhere else."""
     sums, inputs, placement = layout.sums, layout.inputs, layout.table.placement
-    visitors, dtype, is_shared = layout.settings.visits.offload_weights, sums.costs.dtype, placement.is_shared
-    copies, offloaded, hosted = ([0] * placement.num_processes for _ in range(3))
+    copies, offloaded = ([0] * placement.num_processes for _ in range(2))
     for stage, workers in zip(layout.stages, placement.workers, strict=True):
         owned = sums.owned(*stage.run)
-        visiting = owned if is_shared else sums.hosted(*stage.run, visitors)
         if inputs.saves_in_background:
             weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
             # The leader has gathered the parts that all ranks have of divided layers.
-            own = round(weights + inputs.saved_bytes(owned, dtype))
+            own = round(weights + inputs.saved_bytes(owned, sums.costs.dtype))
             copies[workers[0]] += layout.processes.division.num_ranks * own
         shares = layout.settings.shared_updates.among(len(workers))
         for worker in workers:
-            offloaded[worker] += round(inputs.hosted_bytes(owned, dtype) / shares)
-            hosted[worker] += round(visiting.num_bytes + visiting.trainable_bytes + inputs.state_bytes(visiting, dtype))
-    # Most tables keep nothing there, and need no look at their actions.
-    away = {kind.makes for kind in layout.table.kinds} if sums.device.is_asynchronous else set()
-    of_modes = functions_of_modes("cost", "host_amounts")
-    for worker in range(placement.num_processes) if away else ():
-        amounts = {
-            number: {
-                held: {"away": size}
-                for of_mode in of_modes
-                for held, size in of_mode(sums, layout.stages[number]).items()
-                if held in away
-            }
-            for number in placement.stages_run_by(worker)
-        }
-        if any(amounts.values()):
-            levels = occupancy(timeline, amounts, worker)
-            hosted[worker] += round(max((level.get("away", 0.0) for _, level in levels), default=0.0))
-    return [HostMemory(*own) for own in zip(copies, offloaded, hosted, strict=True)]
+            offloaded[worker] += round(inputs.hosted_bytes(owned, sums.costs.dtype) / shares)
+    hosted: dict[str, Sequence[int]] = {}
+    for of_mode in functions_of_modes("cost", "on_host"):
+        hosted |= of_mode(layout, timeline)
+    return [
+        HostMemory(copies[worker], offloaded[worker], {words: sizes[worker] for words, sizes in hosted.items()})
+        for worker in range(placement.num_processes)
+    ]
 
 
 class MemoryBound:
@@ -193,8 +180,7 @@ class MemoryBound:
         first = [workers[0] for workers in table.placement.workers]
         # The stages of a process share the libraries' memory.
         self._libraries = [layout.library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
-        self._ids = table.num_micro_batches * layout.sums.costs.micro_batch_bytes
-        self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
+        self._stashes = [layout.old_versions(stage) for stage in range(table.num_stages)]
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most bytes that stage `number` needs as the only stage of its process."""
@@ -224,19 +210,10 @@ class MemoryBound:
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most bytes that stage `number` keeps with `live_graphs` stored graphs, and its other working memory."""
-        own = self._sums.bytes_of(stage, converts_once=not self._layout.table.is_window)
-        sizes, trained, device, most = own.sizes, own.held.trainable_bytes, self._sums.device, self.most[number]
+        own = self._sums.bytes_of(stage, converts_once=self._layout.converts_once)
+        trained, device, most = own.held.trainable_bytes, self._sums.device, self.most[number]
         always = own.held.num_bytes + own.fixed + own.converted
-        always += self._ids + self._libraries[number] + self._stashes[number] * trained
+        always += self._layout.ids_bytes + self._libraries[number] + self._stashes[number] * trained
         always += (1 + device.reserved_working_share) * trained + self._layout.state_bytes(number, own.owned)
-        coming = live_graphs * sizes[Held.GRAPH] + sum(most[held] * sizes.get(held, 0) for held in _KEPT)
-        forward = sizes[Held.FORWARD] - self._sums.graph_bytes(stage)
-        working = max(sizes.get(HEAD_WORKING, 0), forward, sizes[Held.BACKWARD], sizes[Held.FORWARD_ONLY])
-        return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * working
-
-
-#: The things that wait between actions, beside graphs.
-_KEPT = (
-    *(Held.INPUT, Held.GRADIENT, Held.DEFERRED, Held.ROW, Held.ROW_GRADIENTS),
-    *(HEAD_INPUT, HELD_LOGITS),
-)
+        coming = sum((live_graphs if held == Held.GRAPH else most[held]) * size for held, size in own.sizes.items())
+        return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * own.working

@@ -9,14 +9,13 @@ from functools import cache
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.costs.chunks import each_chunk
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.stage_costs import Beside, StageCosts
+from hf_gpipe.planner.costs.stage_costs import Share, StageCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.registry import functions_of_modes
+from hf_gpipe.registry import functions_of_modes, parts_of_modes
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -32,7 +31,7 @@ def planner_of(
     as_on_gpu: bool = False,
     seconds: Callable[[Workload, ModelCosts], ModelCosts] | None = None,
     cluster: Cluster | None = None,
-    teacher: Adapter | None = None,
+    beside: tuple[str, Adapter] | None = None,
     tracer: Callable[[], LayerTracer] | None = None,
 ) -> Planner:
     """Make the planner of a model that has its adapter.
@@ -48,7 +47,7 @@ def planner_of(
         seconds: gives the traced costs of a micro-batch, or of a chunk, the seconds that were measured; None: seconds
             are estimated.
         cluster: the links between the processes.
-        teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
+        beside: a mode and the adapter of its own model, whose seconds are estimated; None: there is no such model.
         tracer: gives the tracer of the layers, which has what it has traced; None: a new one.
 
     Raises:
@@ -65,26 +64,45 @@ def planner_of(
 
         return each_chunk(mini_batch.of_rows(rows), chunks, with_seconds)
 
-    beside = None
-    if teacher is not None:
-        layers = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=Division(config.division.num_ranks)))
+    possible = {
+        name for of_mode in functions_of_modes("search", "possible") for name in of_mode(adapter, loss, mini_batch)
+    }
+    shares = None
+    if beside is not None:
+        mode, other = beside
+        layers = cache(lambda: LayerTracer(other, as_on_gpu=as_on_gpu, division=Division(config.division.num_ranks)))
         sums = cache(lambda rows: StageCosts(layers().costs(mini_batch.of_rows(rows)), device))
+        possible -= config.modes[mode].excludes.keys()
 
-        def beside(rows: int, num_stages: int) -> Sequence[Beside]:
-            (shares,) = functions_of_modes("cost", "beside")
-            return shares(sums(rows), num_stages)
+        def shares(rows: int, num_stages: int) -> Sequence[Share]:
+            own: Sequence[Share] = parts_of_modes("cost")[mode].shares(sums(rows), num_stages)
+            return own
 
     vocabulary = adapter.config.get_text_config().vocab_size if inputs.new_tokens else 0
     inputs = replace(inputs, example=mini_batch, vocabulary=vocabulary)
     limits = config.memory_bytes, cluster, config.given_speeds
-    planner = Planner(costs_of, inputs, device, *limits, config.division, beside=beside)
-    # Layers in 8 bits keep the device's memory.
-    planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
-    # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
-    planner.can_deal &= not loss.compares_units and not mini_batch.entries
+    planner = Planner(costs_of, inputs, device, *limits, config.division, shares)
+    planner.possible = frozenset(possible)
     planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
     if inputs.new_tokens:
         planner.of_tokens = lambda rows, tokens: tracer().costs(
             replace(mini_batch, rows=rows, source_tokens=tokens, target_tokens=tokens)
         )
     return planner
+
+
+def each_chunk(
+    workload: Workload, chunks: Chunks, costs_of: Callable[[Workload], ModelCosts]
+) -> tuple[ModelCosts, ...]:
+    """The costs of each chunk of a micro-batch, or the costs of the micro-batch where it is not cut.
+
+    Args:
+        workload: the micro-batch.
+        chunks: how its rows are cut.
+        costs_of: the costs of a micro-batch or a chunk.
+    """
+    own = workload.in_chunks(chunks) if chunks.most > 1 else [workload]
+    # A tracer reads off the chunks between these, where all are equally long.
+    first = [*{0, len(own) - 1, len(own) // 2}]
+    costs = {number: costs_of(own[number]) for number in [*first, *range(len(own))]}
+    return tuple(costs[number] for number in range(len(own)))

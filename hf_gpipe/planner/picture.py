@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _GIB = 1 << 30
-#: The share of the longest bar below which an item is drawn as part of "other".
+#: The share of the longest bar below which an item is not in the legend.
 _SMALL = 0.01
 
 
@@ -59,19 +59,12 @@ def plan_figure(plan: Plan) -> Figure:
 
 def _draw_memory(plan: Plan, panel: Axes) -> None:
     processes, placement = plan.processes, plan.timeline.schedule.placement
-    rows, left, other = range(len(processes)), [0.0] * len(processes), [0.0] * len(processes)
-    least = _SMALL * plan.peak_bytes / _GIB
-    drawn: list[tuple[list[float], str, str]] = []
+    rows, left = range(len(processes)), [0.0] * len(processes)
     for item in fields(MemoryEstimate):
         widths = [getattr(process.memory, item.name) / _GIB for process in processes]
-        if max(widths) < least:
-            other = [sum(pair) for pair in zip(other, widths, strict=True)]
-        else:
-            drawn.append((widths, item.metadata["words"], item.metadata["colour"]))
-    if max(other) >= least:
-        drawn.append((other, "other", "#444444"))
-    for widths, words, colour in drawn:
-        panel.barh(rows, widths, left=left, height=BAR_HEIGHT, color=colour, label=words)
+        is_small = max(widths) < _SMALL * plan.peak_bytes / _GIB
+        label = {} if is_small else {"label": item.metadata["words"]}
+        panel.barh(rows, widths, left=left, height=BAR_HEIGHT, color=item.metadata["colour"], **label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     limits = [plan.planner.limit_of(process.number) for process in processes]
     for row, limit in enumerate(limits):

@@ -15,22 +15,22 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import Before, before_table
-from hf_gpipe.planner.costs.chunks import taper_of, typical
-from hf_gpipe.planner.costs.model_costs import ModelCosts
-from hf_gpipe.planner.costs.stage_costs import NOTHING, Beside, StageCosts, StageLayers
-from hf_gpipe.planner.layout import Layout
+from hf_gpipe.planner.costs.model_costs import ModelCosts, typical
+from hf_gpipe.planner.costs.stage_costs import NOTHING, Share, StageCosts, StageLayers
+from hf_gpipe.planner.layout import Layout, costs_of_table, table_of
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
 from hf_gpipe.planner.memory import HostMemory, MemoryEstimate, estimate_memory, host_memory
-from hf_gpipe.planner.table_costs import costs_of_table
-from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement, Schedule, Timeline, simulate
 from hf_gpipe.schedule.kinds import KINDS, Held, Resource
+from hf_gpipe.schedule.messages import Link
 from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 
@@ -92,12 +92,12 @@ class Plan:
     before: Before
 
     def __repr__(self) -> str:
-        is_known = self.planner.memory_bytes is not None
+        is_known, settings = self.planner.memory_bytes is not None, self.settings
         fits = "it does not fit" if not self.fits else "it fits" if is_known else "no limit is known"
         return (
-            f"Plan({self.settings.num_stages} stages, {self.settings.num_micro_batches} micro-batches, "
-            f"{self.settings.schedule}: {seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, "
-            f"{size_text(self.peak_bytes)} in process {self._fullest}, {fits})"
+            f"Plan({settings.num_stages} stages, {settings.num_micro_batches} micro-batches, {settings.schedule}: "
+            f"{seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, {size_text(self.peak_bytes)} in "
+            f"process {self._fullest}, {fits})"
         )
 
     @property
@@ -107,10 +107,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """The seconds from the first action to the last update; asynchronous: the mean of a window's steps.
-
-        A step with several updates from the same rollouts runs its table for each.
-        """
+        """The seconds from the first action to the last update; in a window the mean of its steps. A step with several
+        updates from the same rollouts runs its table for each."""
         return sum(self.before) + self.planner.inputs.updates * self.table_seconds
 
     @property
@@ -131,7 +129,7 @@ class Plan:
     @property
     def uncounted(self) -> str:
         """The end of a sentence about `peak_bytes`: what they do not count; empty on GPUs, where they count all."""
-        return "" if self.planner.device.is_asynchronous else "; torch and other libraries take CPU memory beside it"
+        return "" if self.planner.device.has_host else "; torch and other libraries take CPU memory beside it"
 
     @cached_property
     def on_hosts(self) -> list[HostMemory]:
@@ -140,7 +138,7 @@ class Plan:
 
     @property
     def hosted_bytes(self) -> list[int]:
-        """The bytes of weights that visit and of graphs that wait in CPU memory, for each process."""
+        """The bytes that modes have in CPU memory, for each process."""
         return [own.hosted for own in self.on_hosts]
 
     @property
@@ -172,29 +170,25 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """All stages, in order."""
-        settings, layout, table = self.settings, self.layout, self.timeline.schedule
-        stages, layers = [], self.costs.layers
-        entries = Recompute.parse(settings.recompute, settings.num_stages).entries
-        for number, (stage, entry) in enumerate(zip(layout.stages, entries, strict=True)):
-            # The process is the first replica's, which has the most micro-batches.
-            process = table.placement.workers[number][0]
-            is_alone = table.placement.stages_of(process) == (number,)
-            stages.append(
-                StagePlan(
-                    number=number,
-                    process=process,
-                    layers=range(*stage.run),
-                    first_layer=layers[stage.start].name,
-                    last_layer=layers[stage.stop - 1].name,
-                    num_parameters=layout.sums.held(*stage.run).count,
-                    recompute=str(entry),
-                    memory=self.memory[process]
-                    if is_alone
-                    else estimate_memory(layout, self.timeline, process, (number,)),
-                    busy_seconds=float(self.timeline.busy_seconds(number)) / table.num_steps,
-                )
-            )
-        return tuple(stages)
+        return tuple(map(self._stage, range(self.settings.num_stages)))
+
+    def _stage(self, number: int) -> StagePlan:
+        layout, timeline, stage = self.layout, self.timeline, self.layout.stages[number]
+        placement, names = timeline.schedule.placement, [layer.name for layer in self.costs.layers]
+        # The process is the first replica's, which has the most micro-batches.
+        process = placement.workers[number][0]
+        is_alone = placement.stages_of(process) == (number,)
+        return StagePlan(
+            number=number,
+            process=process,
+            layers=range(*stage.run),
+            first_layer=names[stage.start],
+            last_layer=names[stage.stop - 1],
+            num_parameters=layout.sums.held(*stage.run).count,
+            recompute=str(Recompute.parse(self.settings.recompute, self.settings.num_stages).entries[number]),
+            memory=self.memory[process] if is_alone else estimate_memory(layout, timeline, process, (number,)),
+            busy_seconds=float(timeline.busy_seconds(number)) / timeline.schedule.num_steps,
+        )
 
     @property
     def fullest_process(self) -> ProcessPlan:
@@ -248,11 +242,12 @@ class Planner(Processes):
         inputs: the shape of a mini-batch, the number of mini-batches in a step, and the optimizer. The micro-batches of
             a step run as one table.
         device, memory_bytes, cluster, speeds, division: the arguments of `Processes`.
-        beside: rows of a micro-batch and K -> the share that a mode adds to each stage; None: there is no such mode.
+        shares: rows of a micro-batch and K -> the share of each stage in a model beside the trained one; None: there is
+            no such model.
 
     Attributes:
-        can_visit: whether weights may visit devices.
-        can_deal: whether stages may be dealt to the processes of a machine.
+        possible: the modes that may be chosen for the model, its loss and its rows.
+        made_by: the schedule in a configuration for which the planner makes its own table.
         chunks: how rows are cut into chunks of tokens, at most one chunk for each token.
         lighter: keys of a recipe that train adapters in place of all weights -> the planner with these keys.
         num_forwards: the number of times that all forwards run before each step.
@@ -262,6 +257,8 @@ class Planner(Processes):
         UserError: there is no mini-batch, or the optimizer's state has no known size.
     """
 
+    possible: frozenset[str] = frozenset()
+    made_by: str = AUTO
     lighter: Mapping[str, Callable[[], Plan]] = MappingProxyType({})
     num_forwards: int = 0
     of_tokens: Callable[[int, int], ModelCosts] | None = None
@@ -275,17 +272,16 @@ class Planner(Processes):
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
         division: Division = Division(),
-        beside: Callable[[int, int], Sequence[Beside]] | None = None,
+        shares: Callable[[int, int], Sequence[Share]] | None = None,
     ) -> None:
         super().__init__(device, memory_bytes, cluster, speeds, division)
-        self._costs_of, self._beside = costs_of, beside
+        self._costs_of, self._shares = costs_of, shares
         inputs.check()
         self.inputs = inputs
         self.rows = inputs.mini_batch().rows
-        self.can_visit = self.can_deal = beside is None
         self.chunks = Chunks()
         self._sums: dict[tuple[int, Chunks, int], tuple[StageCosts, Sequence[StageCosts]]] = {}
-        self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
+        self._of_libraries: dict[tuple[Placement, tuple[Link, ...]], Sequence[int]] = {}
 
     def with_rows(self, rows: int) -> Self:
         """Replace the number of rows of a mini-batch. The copy shares what was computed."""
@@ -298,14 +294,6 @@ class Planner(Processes):
         other = copy.copy(self)
         other.chunks = chunks.within(self.inputs.mini_batch().target_tokens)
         return other
-
-    def tapered(self, chunks: Chunks, *, is_open: bool) -> list[Chunks]:
-        """The chunks with their own taper; if the taper is open, also with the taper by which all take equal time."""
-        if not is_open or chunks.most == 1:
-            return [chunks]
-        # The taper is for the longest rows, whatever M is.
-        alike = taper_of(self.with_chunks(chunks._replace(taper=0.0))._all_sums(self.rows)[1])
-        return [chunks._replace(taper=taper) for taper in sorted({chunks.taper, alike})]
 
     @property
     def known_costs(self) -> ModelCosts:
@@ -332,6 +320,10 @@ class Planner(Processes):
         """The costs of the layers for one of M micro-batches, or for the typical chunk of its rows."""
         return self._all_sums(num_micro_batches)[0].costs
 
+    def chunk_sums(self, num_micro_batches: int) -> Sequence[StageCosts]:
+        """The sums of runs of layers for each chunk of the rows of one of M micro-batches."""
+        return self._all_sums(num_micro_batches)[1]
+
     def sums(self, settings: DecidedConfig) -> StageCosts:
         """The sums of runs of layers for a micro-batch of a configuration, or for the typical chunk of its rows. The
         partition is not read."""
@@ -339,15 +331,15 @@ class Planner(Processes):
 
     def _sums_of(self, settings: DecidedConfig) -> tuple[StageCosts, Sequence[StageCosts]]:
         given = self.inputs.tables.get(settings.schedule)
-        divides_head = settings.shares_last_layer if given is None else given.has_turns
-        return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
+        is_shared = settings.shares_last_layer if given is None else given.has_turns
+        return self._all_sums(settings.num_micro_batches, settings.num_stages if is_shared else 0)
 
     def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[StageCosts, Sequence[StageCosts]]:
-        """The sums of the typical chunk, and the sums of each chunk; the head may be divided into parts."""
+        """The sums of the typical chunk, and the sums of each chunk; stages may share the last layer."""
         size = self.micro_batch_rows(num_micro_batches), self.chunks
         key = *size, num_parts
         if key not in self._sums:
-            # A divided head changes no cost of a layer.
+            # The other layers cost the same.
             known = self._all_sums(num_micro_batches)[1] if num_parts else None
             of_chunks = self._costs_of(*size) if known is None else [own.costs for own in known]
             each = [StageCosts(costs, self.device, self.link, num_parts) for costs in of_chunks]
@@ -359,20 +351,14 @@ class Planner(Processes):
         blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
         rows = self.micro_batch_rows(settings.num_micro_batches)
         count = settings.num_stages
-        beside = [NOTHING] * count if self._beside is None else self._beside(rows, count)
+        shares = [NOTHING] * count if self._shares is None else self._shares(rows, count)
         return [
-            StageLayers(start, stop, "block" if stage in blocks else "none", beside[stage])
+            StageLayers(start, stop, "block" if stage in blocks else "none", shares[stage])
             for stage, start, stop in stages_of(settings.partition)
         ]
 
-    def _library_bytes(self, table: Schedule) -> Sequence[int]:
-        placement, divides_head = key = table.placement, table.has_turns
-        if key not in self._of_libraries:
-            self._of_libraries[key] = library_bytes(self, placement, divides_head=divides_head)
-        return self._of_libraries[key]
-
     def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
-        """The table that a pipeline with these settings runs; arguments and errors are those of `tables.table_of`."""
+        """The table that a pipeline with these settings runs; arguments and errors are those of `table_of`."""
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
         table = table_of(settings, self.inputs, num_micro_batches, self.chunks.most, sizes)
         self.check_processes(table.placement)
@@ -384,7 +370,11 @@ class Planner(Processes):
         stages = self._stage_layers(settings)
         if table is None:
             table = self.table(settings, [sums.owned(*stage.run).count for stage in stages])
-        return Layout(settings, self.inputs, self, sums, of_chunks, stages, table, self._library_bytes(table))
+        links = tuple(link for own in functions_of_modes("cost", "links") for link in own(table))
+        key = table.placement, links
+        if key not in self._of_libraries:
+            self._of_libraries[key] = library_bytes(self, *key)
+        return Layout(settings, self.inputs, self, sums, of_chunks, stages, table, self._of_libraries[key])
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.

@@ -57,27 +57,20 @@ def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[st
         ranks: the facts of each process. On the CPU the processes of a machine share its memory.
         peaks: bytes that each process needs at the peak of a step.
     """
-    advice = (
-        "end what else runs there, use more or smaller stages, recompute more, or set pipeline.memory to what there is "
-        "for each process"
-    )
+    of_memory: dict[tuple[str, int | None], list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        of_memory.setdefault((facts.host, rank if facts.devices[0].is_gpu else None), []).append(rank)
     problems = []
-    of_host: dict[str, list[int]] = {}
-    for rank, (facts, need) in enumerate(zip(ranks, peaks, strict=True)):
-        there = sum(device.free_bytes for device in facts.devices)
-        if not facts.devices[0].is_gpu:
-            of_host.setdefault(facts.host, []).append(rank)
-        elif need > there:
-            problems.append(
-                f"machine {facts.host}: process {rank} needs {size_text(need)} by the plan and its GPU has "
-                f"{size_text(there)} free; {advice}"
-            )
-    for host, own in of_host.items():
-        need, there = sum(peaks[rank] for rank in own), min(ranks[rank].devices[0].free_bytes for rank in own)
+    for (host, gpu), own in of_memory.items():
+        need, there = sum(peaks[rank] for rank in own), sum(device.free_bytes for device in ranks[own[0]].devices)
+        if gpu is None:
+            there = min(ranks[rank].devices[0].free_bytes for rank in own)
         if need > there:
+            who = f"its processes ({', '.join(map(str, own))}) need" if gpu is None else f"process {gpu} needs"
+            has = f"{size_text(there)} are free" if gpu is None else f"its GPU has {size_text(there)} free"
             problems.append(
-                f"machine {host}: its processes ({', '.join(map(str, own))}) need {size_text(need)} by the plan and "
-                f"{size_text(there)} are free; {advice}"
+                f"machine {host}: {who} {size_text(need)} by the plan and {has}; end what else runs there, use more or "
+                "smaller stages, recompute more, or set pipeline.memory to what there is for each process"
             )
     return problems
 

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -15,17 +15,15 @@ from operator import attrgetter
 from typing import Any
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN
-from hf_gpipe.planner.bound import limit_of_step, why_waiting
 from hf_gpipe.planner.machines.devices import SCREEN_BYTES
+from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, StagePlan
-from hf_gpipe.planner.search.advice import smallest_fix
-from hf_gpipe.planner.search.bubble import SMALL_BUBBLE, smaller_bubble
+from hf_gpipe.planner.search.advice import SMALL_BUBBLE, limit_of_step, smaller_bubble, smallest_fix, why_waiting
 from hf_gpipe.planner.search.listed import TABLE_FILE
-from hf_gpipe.planner.search.search_all import SearchResult
-from hf_gpipe.planner.search.visiting import untried, way_of
+from hf_gpipe.planner.search.search_all import SearchResult, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.schedule import is_table_file, staleness
+from hf_gpipe.registry import functions_of_modes
+from hf_gpipe.schedule import is_table_file
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -38,9 +36,9 @@ _MANY_STAGES = 17
 _WIDE = 100
 #: The bubble, as a share of a step, above which the verdict warns of it.
 LARGE_BUBBLE = 0.4
-_SEARCH_HEADER = ("step", "bubble", "memory", "sent a row", "K", "M", "T", "replicas", "schedule", "recompute")
-#: The number of first columns of these, which have numbers.
-_NUMBERS = 7
+_STAY = "weights stay on their devices"
+
+# ---------------------------------------------------------------------- lines of text
 
 
 def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str:
@@ -49,28 +47,19 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
     With `verbose` it also has what explains the prediction, and lists of stages and ranks in full. Lines of words have
     at most `width` columns; None: any number.
     """
-    settings, planner, costs, total = plan.settings, plan.planner, plan.costs, plan.costs.total
-    types = costs.dtype
-    if costs.compute_dtype != types:
-        types += f", computing in {costs.compute_dtype}"
+    settings, planner, costs = plan.settings, plan.planner, plan.costs
     short: Callable[[str], str] = (lambda text: text) if verbose else folded
-    ranks, times = "", ""
-    if not planner.division.is_whole:
-        ranks, times = " on each rank", f" times {planner.division.num_ranks}"
-    held = [round(stage.beside.held_bytes) for stage in plan.layout.stages]
-    teacher = (
-        f"{size_text(sum(held))} of weights in the same stages, at most {size_text(max(held))} in one; it runs in F"
-    )
+    types = costs.dtype if costs.compute_dtype == costs.dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
+    ranks = "" if planner.division.is_whole else " on each rank"
+    times = "" if planner.division.is_whole else f" times {planner.division.num_ranks}"
+    hosts = host_lines(plan)
     first = [
         ("verdict", verdict(plan)),
         ("step", f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, for a mini-batch of {rows_text(plan)}"),
-        ("bubble", bubble_text(plan) if plan.bubble <= LARGE_BUBBLE else ""),
-        ("screen", screen_text(plan)),
-        ("memory", memory_why(plan)),
-        (
-            "model",
-            f"{count_text(total.count)} parameters{ranks} in {len(costs.layers)} layers, {types}",
-        ),
+        ("bubble", _bubble(plan) if plan.bubble <= LARGE_BUBBLE else ""),
+        ("screen", _screen(plan)),
+        ("memory", _memory(plan)),
+        ("model", f"{count_text(costs.total.count)} parameters{ranks} in {len(costs.layers)} layers, {types}"),
         ("mini-batch", _mini_batch(plan)),
         ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {short(planner.text)}"),
         (
@@ -79,23 +68,22 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
             f"a stage {short(runs_text(settings.partition))}",
         ),
         ("logits", f"made whole: {costs.whole_logits}" if costs.whole_logits else ""),
-        ("teacher", teacher if any(held) else ""),
         *((name, short(text) if name == "processes" else text) for name, text in mesh_lines(plan)),
         ("before", _before(plan)),
-        *host_lines(plan),
-        *asynchronous_lines(plan),
+        *((name, hosts[name]) for name in ("host", "optimizer")),
+        *(line for of_mode in functions_of_modes("cost", "lines") for line in of_mode(plan)),
     ]
     why = [
         ("parts", _parts(plan)),
-        ("time", time_why(plan)),
-        ("limit", "" if plan.timeline.schedule.is_window else limit_of_step(plan)),
-        ("saving", saving_text(plan)),
+        ("time", _slowest(plan)),
+        ("limit", limit_of_step(plan)),
+        ("saving", hosts["saving"]),
         (
             "layers",
             "; ".join(f"stage {stage.number}: {stage.first_layer} .. {stage.last_layer}" for stage in plan.stages),
         ),
     ]
-    parts = [lines_text(first, width), _table(plan, verbose, width), lines_text(why if verbose else (), width)]
+    parts = [lines_text(first, width), _table(plan, verbose, width), lines_text(why, width) if verbose else ""]
     return "\n\n".join(filter(None, parts))
 
 
@@ -117,8 +105,22 @@ def folded(text: str, most: int = 48) -> str:
     """A list as text, of which a long one has only its first entries and its last."""
     if len(text) <= most:
         return text
-    head, (*_, last) = text[:most].rsplit(" ", 1)[0], text.split(" ")
-    return f"{head} ... {last}"
+    return f"{text[:most].rsplit(' ', 1)[0]} ... {text.rsplit(' ', 1)[-1]}"
+
+
+def verdict(plan: Plan) -> str:
+    """Whether a plan fits; where it does not, the smallest change that makes it fit; where devices wait much, why."""
+    process = plan.fullest_process
+    limit = plan.planner.limit_of(process.number)
+    waits = f", but {_bubble(plan)}" if plan.fits and plan.bubble > LARGE_BUBBLE else ""
+    if limit is None and plan.fits:
+        needs = f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
+        return f"{needs}{plan.uncounted}{waits}"
+    needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
+    if plan.host_fullness > 1:
+        there = size_text(plan.planner.device.host.memory_bytes or 0)
+        needs += f", and {_hosted(plan)} need {size_text(plan.machine_bytes)} of {there} of CPU memory"
+    return f"fits: {needs}{plan.uncounted}{waits}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
 def rows_text(plan: Plan) -> str:
@@ -137,17 +139,16 @@ def _columns(plan: Plan) -> str:
 
 def _mini_batch(plan: Plan) -> str:
     workload, table = plan.costs.workload, plan.timeline.schedule
-    count = table.num_micro_batches // (table.num_steps * table.group_size)
-    cut = f", cut into {table.group_size} chunks of at most {-(-workload.target_tokens // table.group_size)} tokens"
-    longest = f"; rows are counted at {_columns(plan)} tokens, the longest"
+    size = table.group_size
+    cut = f", cut into {size} chunks of at most {-(-workload.target_tokens // size)} tokens" if size > 1 else ""
+    longest = f"; rows are counted at {_columns(plan)} tokens, the longest" if workload.has_padding else ""
     return (
-        f"{rows_text(plan)}, as {count} micro-batches of at most {workload.rows}"
-        f"{', packed' if workload.is_packed else ''}{cut if table.group_size > 1 else ''}"
-        f"{longest if workload.has_padding else ''}"
+        f"{rows_text(plan)}, as {table.num_micro_batches // (table.num_steps * size)} micro-batches of at most "
+        f"{workload.rows}{', packed' * workload.is_packed}{cut}{longest}"
     )
 
 
-def bubble_text(plan: Plan) -> str:
+def _bubble(plan: Plan) -> str:
     """Say what devices wait for, and which change lets them wait less; empty for a small bubble."""
     if plan.bubble <= SMALL_BUBBLE or not plan.fits:
         return ""
@@ -155,95 +156,55 @@ def bubble_text(plan: Plan) -> str:
     return f"devices wait for {plan.bubble:.0%} of the step: {why_waiting(plan)}{'; ' * bool(change)}{change}"
 
 
-def screen_text(plan: Plan) -> str:
+def _screen(plan: Plan) -> str:
     """Advice for a plan that leaves no room for a screen on its first device; empty where it does, or has no screen."""
-    limit, process = plan.planner.limit_of(0), plan.processes[0]
-    has_screen = plan.planner.device.name.startswith("rtx") and isinstance(plan.planner.memory_bytes, int)
-    if limit is None or not has_screen or not plan.fits or process.memory.total + SCREEN_BYTES <= limit:
+    limit, planner = plan.planner.limit_of(0), plan.planner
+    has_screen = planner.device.name.startswith("rtx") and isinstance(planner.memory_bytes, int)
+    spare = 0 if limit is None else limit - plan.memory[0].total
+    if not has_screen or not plan.fits or spare >= SCREEN_BYTES:
         return ""
     return (
-        f"process 0 has {size_text(limit - process.memory.total)} to spare, and a desktop takes about "
-        f"{size_text(SCREEN_BYTES)}; if its card drives a screen, plan with --screen"
+        f"process 0 has {size_text(spare)} to spare, and a desktop takes about {size_text(SCREEN_BYTES)}; if its card "
+        "drives a screen, plan with --screen"
     )
 
 
-def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Lines about how stale an asynchronous schedule's gradients are, and about the plan of a synchronous schedule."""
-    table = plan.timeline.schedule
-    if not table.is_window:
-        return []
-    late = "-".join(str(max(staleness(table, stage))) for stage in range(table.num_stages))
-    other = plan.planner.plan(plan.settings.replace(schedule="1f1b"))
-    rows = plan.planner.rows * plan.planner.inputs.accumulation
-    return [
-        ("staleness", f"gradients of the stages come {late} updates late; what that costs in loss a plan cannot know"),
-        (
-            "against",
-            f"1f1b, with the plain model's numbers: {seconds_text(other.step_seconds / rows)} a row, here "
-            f"{seconds_text(plan.step_seconds / rows)}; peak memory {size_text(other.peak_bytes)} in a process, "
-            f"here {size_text(plan.peak_bytes)}",
-        ),
-    ]
-
-
-def host_lines(plan: Plan) -> list[tuple[str, str]]:
-    """The CPU memory of weights that visit their devices, or of graphs, and of an offloaded optimizer."""
-    beside = ", gradients and the optimizer's state" if plan.settings.visits.offload_weights == "all" else ""
-    hosted, offloaded = (_each_host(sizes) for sizes in (plan.hosted_bytes, [own.offloaded for own in plan.on_hosts]))
-    return [
-        ("host", hosted and f"{_hosted(plan)}{beside} are in CPU memory: {hosted}"),
-        ("optimizer", offloaded and f"its state and copies of the weights are in CPU memory: {offloaded}"),
-    ]
-
-
-def saving_text(plan: Plan) -> str:
-    """The CPU memory that checkpoints take; empty where they take none."""
-    copies = _each_host([own.copies for own in plan.on_hosts])
-    return copies and (
-        f"in the background from copies in CPU memory: {copies}; where processes compute on the CPU, this comes on top"
-    )
+def host_lines(plan: Plan) -> dict[str, str]:
+    """The CPU memory of all processes: of modes, of an offloaded optimizer, and of saves; empty where there is none."""
+    every = plan.on_hosts
+    sizes = {"host": plan.hosted_bytes, "optimizer": [o.offloaded for o in every], "saving": [o.copies for o in every]}
+    texts = {
+        "host": f"{_hosted(plan)} are in CPU memory: {{}}",
+        "optimizer": "its state and copies of the weights are in CPU memory: {}",
+        "saving": "in the background from copies in CPU memory: {}; where processes compute on the CPU, this comes on "
+        "top",
+    }
+    lines = {}
+    for name, own in sizes.items():
+        most = max(own)
+        words = f"{size_text(sum(own))} in all, at most {size_text(most)} (process {own.index(most)})"
+        lines[name] = texts[name].format(words) if most else ""
+    return lines
 
 
 def _hosted(plan: Plan) -> str:
-    """Words for what is in the CPU memory of a plan."""
-    return "activations" if plan.settings.visits.offload_weights is None else "weights that visit"
-
-
-def _each_host(sizes: Sequence[int]) -> str:
-    """The bytes of all processes; empty where there are none."""
-    largest = max(range(len(sizes)), key=lambda number: sizes[number])
-    most = f"{size_text(sum(sizes))} in all, at most {size_text(sizes[largest])} (process {largest})"
-    return most if any(sizes) else ""
+    """Words for what modes have in CPU memory."""
+    return " and ".join(plan.on_hosts[0].of_modes)
 
 
 def _before(plan: Plan) -> str:
     """The time of what a step does before its table; empty where there is nothing."""
     (forwards, generation), inputs, count = plan.before, plan.planner.inputs, plan.planner.num_forwards
-    words = [f"{seconds_text(generation)} for {inputs.new_tokens} new tokens a row"] if generation else []
-    if forwards:
-        words.append(f"{seconds_text(forwards)} for {count} {'pass' if count == 1 else 'passes'} of forwards")
-    if inputs.updates > 1:
-        words.append(f"then the table {inputs.updates} times, {seconds_text(plan.table_seconds)} each")
-    return f"of the step, {', '.join(words)}" if words else ""
+    words = {
+        f"{seconds_text(generation)} for {inputs.new_tokens} new tokens a row": generation,
+        f"{seconds_text(forwards)} for {count} {'pass' if count == 1 else 'passes'} of forwards": forwards,
+        f"then the table {inputs.updates} times, {seconds_text(plan.table_seconds)} each": inputs.updates > 1,
+    }
+    shown = ", ".join(text for text, is_there in words.items() if is_there)
+    return f"of the step, {shown}" if shown else ""
 
 
-def verdict(plan: Plan) -> str:
-    """Whether a plan fits; where it does not, the smallest change that makes it fit; where devices wait much, why."""
-    process = plan.fullest_process
-    limit = plan.planner.limit_of(process.number)
-    waits = f", but {bubble_text(plan)}" if plan.fits and plan.bubble > LARGE_BUBBLE else ""
-    if limit is None and plan.fits:
-        return (
-            f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there{plan.uncounted}{waits}"
-        )
-    needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
-    if plan.host_fullness > 1:
-        host = plan.planner.device.host.memory_bytes or 0
-        needs += f", and {_hosted(plan)} need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
-    return f"fits: {needs}{plan.uncounted}{waits}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
-
-
-def memory_why(plan: Plan) -> str:
+def _memory(plan: Plan) -> str:
     """The process with the highest peak memory, and its largest items."""
     process = plan.fullest_process
     items = [(getattr(process.memory, item.name), item.metadata["words"]) for item in fields(process.memory)]
@@ -253,53 +214,120 @@ def memory_why(plan: Plan) -> str:
     return f"process {process.number} ({stages}) has the peak: {size_text(process.memory.total)}, of it {largest}"
 
 
-def time_why(plan: Plan) -> str:
+def _slowest(plan: Plan) -> str:
     """The slowest stage, and what makes it so."""
     slowest, mean = plan.slowest_stage, sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
     seconds = {index: plan.layout.sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
     dearest = max(seconds, key=lambda index: seconds[index])
     share = seconds[dearest] / (sum(seconds.values()) or 1)
-    reason = f"{len(slowest.layers)} layers"
-    if len(seconds) > 1 and share > 1.5 / len(seconds):
-        reason += f", {plan.costs.layers[dearest].name} is {share:.0%} of it"
+    is_dear = len(seconds) > 1 and share > 1.5 / len(seconds)
+    dear = f", {plan.costs.layers[dearest].name} is {share:.0%} of it" if is_dear else ""
     return (
         f"the slowest is stage {slowest.number}: {seconds_text(slowest.busy_seconds)} of work, "
-        f"{slowest.busy_seconds / mean if mean else 1:.2f} times the mean ({reason})"
+        f"{slowest.busy_seconds / mean if mean else 1:.2f} times the mean ({len(slowest.layers)} layers{dear})"
     )
+
+
+def _parts(plan: Plan) -> str:
+    times = [asdict(process.time) for process in plan.processes]
+    parts = {name: sum(time[name] for time in times) / len(times) for name in times[0] if name != "bubble"}
+    words = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts.items())
+    how = "measured layers" if plan.costs.is_measured else "rates of the device"
+    return f"a process on average: {words}; from {how}"
+
+
+def _table(plan: Plan, verbose: bool, width: int | None) -> str:
+    """The layers, memory and work of each stage. Without `verbose` many stages that are alike share the line of the
+    one that holds the most, and gradients and the optimizer's state are one column, as where there is little room."""
+    are_apart = verbose and (width is None or width >= _WIDE)
+    trained = ("grads", "optimizer") if are_apart else ("training",)
+    rows = [("stage", "process", "layers", "params", "weights", *trained, "kept", "working", "total", "busy")]
+    groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
+    if len(plan.stages) >= _MANY_STAGES and not verbose:
+        looks = attrgetter("num_parameters", "recompute")
+        groups = [list(group) for _, group in groupby(plan.stages, key=lambda stage: (len(stage.layers), looks(stage)))]
+    for group in groups:
+        stage = max(group, key=lambda stage: stage.memory.total)
+        memory = stage.memory
+        states = (memory.gradients, memory.optimizer)
+        kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
+        working = memory.working + memory.reserve + memory.libraries
+        sizes = (memory.parameters + memory.stashes, *(states if are_apart else (sum(states),)), kept, working)
+        ends = [group[0], group[-1]]
+        rows.append(
+            (
+                "-".join(dict.fromkeys(str(end.number) for end in ends)),
+                "-".join(dict.fromkeys(str(end.process) for end in ends)),
+                str(len(stage.layers)),
+                count_text(stage.num_parameters, ".3g"),
+                *map(size_text, (*sizes, memory.total)),
+                seconds_text(stage.busy_seconds),
+            )
+        )
+    if all(row[0] == row[1] for row in rows[1:]):
+        rows = [(row[0], *row[2:]) for row in rows]
+    return table_text(rows, left=())
+
+
+def _recompute(plan: Plan) -> str:
+    recompute = plan.settings.recompute
+    return recompute if isinstance(recompute, str) else runs_text(recompute)
+
+
+# ---------------------------------------------------------------------- a search
+
+#: The columns of a search's table, of which the first ones have numbers.
+_COLUMNS: dict[str, Callable[[Plan], str]] = {
+    "step": lambda plan: seconds_text(plan.step_seconds),
+    "bubble": lambda plan: f"{plan.bubble:.1%}",
+    "memory": lambda plan: size_text(plan.peak_bytes),
+    "sent a row": lambda plan: bytes_text(traffic(plan).total),
+    "K": lambda plan: str(plan.settings.num_stages),
+    "M": lambda plan: str(plan.settings.num_micro_batches),
+    "T": lambda plan: str(plan.planner.division.num_ranks),
+    "replicas": lambda plan: folded(runs_text(plan.timeline.schedule.placement.replicas), 16),
+    "schedule": lambda plan: plan.settings.schedule,
+    "recompute": lambda plan: folded(_recompute(plan), 16),
+}
+_NUMBERS = 7
 
 
 def search_report(result: SearchResult, recipe: PipelineConfig, width: int | None = None) -> str:
     """The best plans of a search, by time under the limit, and the one with the least memory, with overrides of the
     recipe for the fastest. Lines of words have at most `width` columns; None: any number."""
     shown = result.fastest[:8]
-    rows = [_SEARCH_HEADER, *map(_search_row, (*shown, result.leanest))]
-    header, *lines, leanest = table_text(rows, left=range(_NUMBERS, len(_SEARCH_HEADER))).split("\n")
+    rows = [[*_COLUMNS], *([of(plan) for of in _COLUMNS.values()] for plan in (*shown, result.leanest))]
+    header, *lines, leanest = table_text(rows, left=range(_NUMBERS, len(_COLUMNS))).split("\n")
     parts = [f"tried {result.num_tried} ways", ""]
     if shown:
-        least = result.least
-        size = least and f"pipeline.tensor_parallel={least.num_ranks}"
-        stays = least and f"where weights stay on their devices, it takes {size} or more to fit them"
+        size = result.least and f"pipeline.{result.least.setting()}={result.least.num_ranks}"
+        stays = f"where {_STAY}, it takes {size} or more to fit them" if size else ""
         parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines, ""]
         parts += [lines_text([("overrides", overrides(shown[0], recipe))], width, " \\")]
-        parts += [lines_text([*mesh_lines(shown[0]), ("divided", stays or "")], width)]
+        parts += [lines_text([*mesh_lines(shown[0]), ("divided", stays)], width)]
     else:
         parts.append("none of them fits")
-    left_out = ("visits", untried(*result.fastest, *result.ways, result.leanest))
-    parts += ["", "each way, and what limits it:", lines_text([*_ways(result), left_out], width)]
+    ways = [*_ways(result), ("left out", untried(None, *result.fastest, *result.ways, result.leanest))]
+    parts += ["", "each way, and what limits it:", lines_text(ways, width)]
     return "\n".join([*parts, "", "least memory:", header, leanest])
 
 
+def untried(config: PipelineConfig | None, *plans: Plan) -> str:
+    """What modes have not tried for some plans, in words. Without a configuration everything was left open."""
+    return "; ".join(filter(None, (of_mode(config, plans) for of_mode in functions_of_modes("search", "untried"))))
+
+
 def _ways(result: SearchResult) -> Iterator[tuple[str, str]]:
-    """Yield the step of the best plan and its limit, for each way in which weights stay or visit, and for adapters."""
-    every = [(way_of(plan), plan) for plan in result.ways]
+    """Yield the step of the best plan and its limit, for each way of having weights, and for adapters alone."""
+    every = [(way_of(plan) or _STAY, plan) for plan in result.ways]
     for keys, make in result.leanest.planner.lighter.items():
         with suppress(UserError):
             every.append((f"{keys} (adapters alone are trained)", make()))
     for way, plan in every:
         fits = "fits" if plan.fits else "does not fit"
         yield seconds_text(plan.step_seconds), f"{fits}, {way}: {limit_of_step(plan)}"
-    if not any(plan.settings.visits.offload_weights is None for plan in result.ways):
-        yield "-", "does not fit, weights stay on their devices: no split of the model fits their memory"
+    if all(map(way_of, result.ways)):
+        yield "-", f"does not fit, {_STAY}: no split of the model fits their memory"
 
 
 def overrides(plan: Plan, recipe: PipelineConfig) -> str:
@@ -314,12 +342,8 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
         recompute = "stage"
     elif not isinstance(recompute, str) and isinstance(recompute[0], str) and len({*recompute}) == 1:
         recompute = recompute[0]
-    values = settings.of_plan | {"recompute": recompute}
-    if is_made:
-        # The planner makes the table again with these values.
-        values["schedule"] = ROUND_ROBIN if plan.timeline.schedule.placement.is_shared else AUTO
-    always = (*settings.in_short, "partition", "num_processes", "zero")
-    own = recipe.values()
+    values = settings.of_plan | {"recompute": recompute} | ({"schedule": plan.planner.made_by} if is_made else {})
+    always, own = (*settings.in_short, "partition", "num_processes", "zero"), recipe.values()
     plain = {name for name, key in keys_of(PipelineConfig).items() if values.get(name) == key.default == own[name]}
     shown = {name: value for name, value in values.items() if name in always or name not in plain}
     return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
@@ -333,9 +357,13 @@ def _argument(value: Any) -> str:
     return shlex.quote(value) if isinstance(value, str) else str(listed).replace(" ", "")
 
 
+# ---------------------------------------------------------------------- JSON
+
+
 def as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for a JSON file: bytes, seconds, numbers and names."""
     chunks = plan.costs.workload.chunks
+    of_stage = ("process", "first_layer", "last_layer", "num_parameters", "recompute", "busy_seconds")
     return {
         "settings": plan.settings.of_plan | plan.planner.inputs.of_optimizer,
         "device": plan.planner.device.name,
@@ -351,17 +379,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "fix": None if plan.fits else smallest_fix(plan),
         "stages": [
-            {
-                "stage": stage.number,
-                "process": stage.process,
-                "layers": len(stage.layers),
-                "first_layer": stage.first_layer,
-                "last_layer": stage.last_layer,
-                "num_parameters": stage.num_parameters,
-                "recompute": stage.recompute,
-                "busy_seconds": stage.busy_seconds,
-                "memory_bytes": {**asdict(stage.memory), "total": stage.memory.total},
-            }
+            {"stage": stage.number, "layers": len(stage.layers), "memory_bytes": _bytes(stage.memory)}
+            | {name: getattr(stage, name) for name in of_stage}
             for stage in plan.stages
         ],
         "processes": [
@@ -370,7 +389,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 "stages": list(process.stages),
                 # NCCL's communicators between stages.
                 "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
-                "memory_bytes": {**asdict(process.memory), "total": process.memory.total},
+                "memory_bytes": _bytes(process.memory),
                 # The copies in CPU memory while a checkpoint is saved in the background.
                 "copy_bytes": host.copies,
                 "offloaded_bytes": host.offloaded,
@@ -383,71 +402,5 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _table(plan: Plan, verbose: bool, width: int | None) -> str:
-    """The layers, memory and work of each stage. Without `verbose` many stages that are alike share the line of the
-    one that holds the most, and gradients and the optimizer's state are one column, as where there is little room."""
-    are_apart = verbose and (width is None or width >= _WIDE)
-    trained = ("grads", "optimizer") if are_apart else ("training",)
-    header = ("stage", "process", "layers", "params", "weights", *trained, "kept", "working", "total", "busy")
-    rows: list[tuple[str, ...]] = []
-    groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
-    if len(plan.stages) >= _MANY_STAGES and not verbose:
-        looks = attrgetter("num_parameters", "recompute")
-        groups = [list(group) for _, group in groupby(plan.stages, key=lambda stage: (len(stage.layers), looks(stage)))]
-    for group in groups:
-        stage = max(group, key=lambda stage: stage.memory.total)
-        memory = stage.memory
-        kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
-        states = (memory.gradients, memory.optimizer)
-        trained_sizes = states if are_apart else (sum(states),)
-        working = memory.working + memory.reserve + memory.libraries
-        sizes = (memory.parameters + memory.stashes, *trained_sizes, kept, working, memory.total)
-        rows.append(
-            (
-                _span([member.number for member in group]),
-                _span([member.process for member in group]),
-                str(len(stage.layers)),
-                count_text(stage.num_parameters, ".3g"),
-                *map(size_text, sizes),
-                seconds_text(stage.busy_seconds),
-            )
-        )
-    if all(row[0] == row[1] for row in rows):
-        header, rows = (header[0], *header[2:]), [(row[0], *row[2:]) for row in rows]
-    return table_text([header, *rows], left=())
-
-
-def _parts(plan: Plan) -> str:
-    times = [process.time for process in plan.processes]
-    parts = {
-        name: sum(getattr(time, name) for time in times) / len(times)
-        for name in ("forward", "recompute", "backward", "update")
-    }
-    words = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts.items())
-    how = "measured layers" if plan.costs.is_measured else "rates of the device"
-    return f"a process on average: {words}; from {how}"
-
-
-def _search_row(plan: Plan) -> tuple[str, ...]:
-    settings, sent = plan.settings, traffic(plan)
-    return (
-        seconds_text(plan.step_seconds),
-        f"{plan.bubble:.1%}",
-        size_text(plan.peak_bytes),
-        bytes_text(sent.total),
-        str(settings.num_stages),
-        str(settings.num_micro_batches),
-        str(plan.planner.division.num_ranks),
-        folded(runs_text(plan.timeline.schedule.placement.replicas), 16),
-        settings.schedule,
-        folded(_recompute(plan), 16),
-    )
-
-
-def _recompute(plan: Plan) -> str:
-    recompute = plan.settings.recompute
-    return recompute if isinstance(recompute, str) else runs_text(recompute)
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}-{numbers[-1]}"
+def _bytes(memory: MemoryEstimate) -> dict[str, int]:
+    return {**asdict(memory), "total": memory.total}

@@ -35,40 +35,35 @@ class Traffic:
 
 def traffic(plan: Plan) -> Traffic:
     """The bytes of one step of a plan, divided by its rows."""
-    layers, table, sums = plan.costs.layers, plan.timeline.schedule, plan.layout.sums
-    placement = table.placement
+    layers, table, layout = plan.costs.layers, plan.timeline.schedule, plan.layout
+    placement, per_byte = table.placement, sent_share(plan.settings, plan.costs.dtype)
     gradients = boundaries = in_layers = 0.0
-    division, shares = plan.planner.division, plan.layout.recompute_shares
-    share = sent_share(plan.settings, plan.costs.dtype)
     messages = _messages(table)
-    for stage in plan.stages:
-        gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
-        for layer in layers[stage.layers.start : stage.layers.stop]:
-            again = 1.0 if stage.recompute == "block" and layer.kind == "block" else float(shares[stage.number])
+    for number, stage in enumerate(layout.stages):
+        for layer in layers[stage.start : stage.stop]:
+            is_again = stage.inner == "block" and layer.kind == "block"
+            again = 1.0 if is_again else float(layout.recompute_shares[number])
             summed = (1 + again) * layer.forward.sums.sent_bytes + layer.backward.sums.sent_bytes
             in_layers += table.num_micro_batches * summed
-        gradients += 2 * (placement.replicas[stage.number] - 1) * gradient_bytes
-        if stage.number:
-            down, up = messages[stage.number]
-            first = layers[stage.layers.start]
-            of_teacher = plan.layout.stages[stage.number].beside.input_bytes
-            sent = down * (first.input_bytes + of_teacher) + up * first.gradient_input_bytes
-            boundaries += share * sent
-    rows = plan.planner.rows * plan.planner.inputs.accumulation
-    boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps
-    whole = 2 * (division.num_ranks * placement.num_processes - 1) * plan.costs.total.trainable_bytes
+        gradients += 2 * (placement.replicas[number] - 1) * layout.sums.held(*stage.run).trainable_bytes
+        if number:
+            (down, up), first = messages[number], layers[stage.start]
+            sent = down * (first.input_bytes + stage.share.input_bytes) + up * first.gradient_input_bytes
+            boundaries += per_byte * sent
     # Each rank of a worker sends its own part, or its own copy.
+    num_ranks, rows = plan.planner.division.num_ranks, plan.planner.rows * plan.planner.inputs.accumulation
+    whole = 2 * (num_ranks * placement.num_processes - 1) * plan.costs.total.trainable_bytes
     return Traffic(
-        gradients=division.num_ranks * gradients / rows,
-        boundaries=division.num_ranks * boundaries / rows,
-        sums=in_layers / rows,
-        data_parallel=division.num_ranks * whole / rows,
+        gradients=num_ranks * gradients / rows,
+        boundaries=num_ranks * (boundaries / table.num_steps) / rows,
+        sums=in_layers / table.num_steps / rows,
+        data_parallel=num_ranks * whole / rows,
     )
 
 
 def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
-    """The numbers of messages (down, up) that cross the boundary before each stage between two workers. For dealt
-    stages the table's rows decide: a recomputation on another worker than its forward receives the inputs again."""
+    """The numbers of messages (down, up) that cross the boundary before each stage between two workers. A
+    recomputation on another worker than its forward receives the inputs again."""
     counts = {stage: [0, 0] for stage in range(table.num_stages)}
     for worker, row in enumerate(table.actions):
         for action in row:

@@ -18,12 +18,11 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.planner.parameters import Parameters
-from hf_gpipe.registry import parts_of_modes
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.chunks import Chunks
-from hf_gpipe.settings.mode import Visitors
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -154,7 +153,7 @@ class Workload:
     def micro_batch(self, adapter: Adapter) -> MicroBatch:
         """A micro-batch of this shape, or its chunk, with one arbitrary token everywhere."""
         whole = MicroBatch.alone(self.inputs(adapter))
-        in_chunks = parts_of_modes("cutting")["chunks"].in_chunks
+        (in_chunks,) = functions_of_modes("cutting", "in_chunks")
         return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks.most > 1 else whole
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -213,8 +212,8 @@ class PlanInputs:
         vocabulary: the number of tokens that the model knows, where any are generated.
         forwards: the number of times that all forwards run before a step, beside the forwards that the loss needs.
         updates: the number of updates of a step, each from the same rows.
-        needs_norm: whether an update needs the loss or the norm of the whole gradient, as clipping does. Else dealt
-            stages are updated beside backwards.
+        needs_norm: whether an update needs the loss or the norm of the whole gradient, as clipping does. Else
+            the host may update stages beside backwards.
     """
 
     example: Mapping[str, torch.Tensor] | Workload | None = None
@@ -305,16 +304,10 @@ class PlanInputs:
         copies = self._scale(dtype) * size.trainable_bytes if self.fp32_master_weights else 0
         return copies + self.own_state_bytes(size, dtype)
 
-    def is_on_host(self, visitors: Visitors | None) -> bool:
-        """Whether the host computes the updates of trained weights, which may visit their devices."""
-        return visitors == "all" or self.offload_optimizer
-
-    def moved_bytes(self, size: Parameters, dtype: str, visitors: Visitors | None) -> float:
+    def moved_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes that the host reads and writes in an update of trainable weights of this type."""
-        # The host reads and writes weights, gradients and state, in float32 for master weights. Where weights visit,
-        # the norm is of the gradients that come, which become master weights' gradients; these become the weights.
-        of_visitors = 1 + 2 * self.fp32_master_weights if visitors == "all" else 0
-        return 2 * self.copy_bytes(size, dtype) + of_visitors * size.trainable_bytes
+        # The host reads and writes weights, gradients and state, in float32 for master weights.
+        return 2 * self.copy_bytes(size, dtype)
 
     @property
     def of_optimizer(self) -> dict[str, Any]:

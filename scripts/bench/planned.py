@@ -22,11 +22,10 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
 from hf_gpipe.partition import partition
 from hf_gpipe.pipeline.probe import PROBE
-from hf_gpipe.planner.costs.chunks import each_chunk
 from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.planner.of_model import planner_of
+from hf_gpipe.planner.of_model import each_chunk, planner_of
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.runtime.mesh import ranks_of_workers

@@ -19,7 +19,7 @@ from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOG
 from hf_gpipe.modes.host_graphs.table import AWAY, OFFLOAD, PREFETCH, with_offloads
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
 from hf_gpipe.modes.visits.table import check_visits, with_visits
-from hf_gpipe.planner.tables import table_of
+from hf_gpipe.planner.layout import table_of
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import (
     Action,

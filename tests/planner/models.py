@@ -68,9 +68,11 @@ def blocks(count: int, **options: int) -> ModelCosts:
 
 def planner(costs: ModelCosts, rows: int = 4, memory_bytes: int | None = None, **inputs: Any) -> Planner:
     """Of a model whose micro-batches cost the same, however many rows they have; SGD where not changed."""
-    return Planner(
+    made = Planner(
         lambda *_: [costs], PlanInputs(Workload(rows, 1, 1), **{"optim": "sgd", **inputs}), DEVICE, memory_bytes
     )
+    made.possible = frozenset({"visits", "shared_stages"})
+    return made
 
 
 def settings(partition: tuple[int, ...], num_micro_batches: int = 4, **changes: object) -> DecidedConfig:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import report, verdict
-from hf_gpipe.planner.search.bubble import smaller_bubble
+from hf_gpipe.planner.search.advice import smaller_bubble
 from hf_gpipe.planner.search.listed import with_table_file
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import build

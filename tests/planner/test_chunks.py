@@ -13,11 +13,11 @@ import pytest
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.commands import plan
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.planner.costs.chunks import each_chunk, taper_of, ways_to_cut
+from hf_gpipe.modes.chunks.search import cuts, taper_of
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
 from hf_gpipe.planner.costs.stage_costs import StageCosts
-from hf_gpipe.planner.of_model import planner_of
+from hf_gpipe.planner.of_model import each_chunk, planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
@@ -159,14 +159,14 @@ def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
     [(3, 100, [3]), ("auto", 100, [1]), ("auto", 1024, [1, 2, 4]), ("1000 tokens", 4096, [5])],
 )
 def test_the_numbers_of_chunks_that_are_tried(given: Any, tokens: int, counts: list[int]) -> None:
-    assert [way.most for way in ways_to_cut(PipelineConfig(2, sequence_chunks=given), tokens)] == counts
+    assert [way.most for way in cuts(PipelineConfig(2, sequence_chunks=given), tokens)] == counts
 
 
 def test_rows_that_are_not_cut_have_no_taper() -> None:
     """So measured costs of whole rows are found, whatever taper is asked for."""
     config = PipelineConfig(2, sequence_chunks="auto", chunk_taper=2.0)
-    assert ways_to_cut(config, 512) == [Chunks(1, 0.0), Chunks(2, 2.0)]
-    assert ways_to_cut(config.replace(chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
+    assert cuts(config, 512) == [Chunks(1, 0.0), Chunks(2, 2.0)]
+    assert cuts(config.replace(chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ training: {output_dir: never, batch_size: 4}
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are smaller than what CUDA's libraries hold."""
-    monkeypatch.setattr(plan, "library_bytes", lambda _, placement, **__: [0] * placement.num_processes)
+    monkeypatch.setattr(plan, "library_bytes", lambda _, placement, __: [0] * placement.num_processes)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hf_gpipe.modes.divided_head.table import head_communicators
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.machines.libraries import library_bytes
@@ -18,7 +19,7 @@ PCIE, RING, NVLINK, NVLINK_RING = 2 * 12, 2 * 12, 32 * 12, 24 * 12
 
 def mebibytes(name: str, workers: list[tuple[int, ...]], cluster: str | None = None, ranks: int = 1) -> list[float]:
     processes = Processes(DEVICES[name], None, cluster and parse_cluster(cluster), None, Division(ranks))
-    return [size / MIB for size in library_bytes(processes, Placement(workers), divides_head=False)]
+    return [size / MIB for size in library_bytes(processes, Placement(workers))]
 
 
 @pytest.mark.parametrize(
@@ -42,11 +43,11 @@ def test_each_connection_counts(
 
 def test_hopper_has_larger_workspaces_and_a_cpu_none() -> None:
     assert mebibytes("h100", [(0,)]) == [64 + 22]
-    assert library_bytes(Processes(cpu(1)), Placement([(0,), (1,)]), divides_head=False) == (0, 0)
+    assert library_bytes(Processes(cpu(1)), Placement([(0,), (1,)])) == (0, 0)
 
 
 def test_a_divided_head_has_communicators_of_its_own() -> None:
     processes, placement = Processes(DEVICES["rtx4090"]), Placement([(0,), (1,), (2,)])
-    whole, divided = (library_bytes(processes, placement, divides_head=divides_head) for divides_head in (False, True))
+    whole, divided = (library_bytes(processes, placement, links) for links in ((), head_communicators(placement)))
     # The last stage talks to both others, each in both directions.
     assert [(more - less) / MIB for less, more in zip(whole, divided, strict=True)] == [PCIE, PCIE, 2 * PCIE]

@@ -9,7 +9,7 @@ import pytest
 from hf_gpipe.planner.costs.model_costs import SharedParameter
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.report import host_lines, saving_text
+from hf_gpipe.planner.report import host_lines
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
@@ -80,10 +80,10 @@ def test_an_offloaded_optimizer_needs_the_host_s_memory(zero: int, share: int) -
     assert {process.memory.optimizer for process in with_it.processes} == {0}
     # A copy, its gradient and two moments.
     assert [own.offloaded for own in with_it.on_hosts] == [4 * 20 * MIB // share] * 2
-    assert f"{4 * 20 * 2 // share} MiB in all" in dict(host_lines(with_it))["optimizer"]
+    assert f"{4 * 20 * 2 // share} MiB in all" in host_lines(with_it)["optimizer"]
     assert with_it.step_seconds > without.step_seconds
     assert not any(own.offloaded for own in without.on_hosts)
-    assert dict(host_lines(without))["optimizer"] == ""
+    assert host_lines(without)["optimizer"] == ""
 
 
 def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:
@@ -118,7 +118,7 @@ def test_on_a_gpu_a_recomputed_block_keeps_nothing_that_autocast_makes() -> None
     costs = model(*(replace(layer(f"h.{index}"), converted_bytes=5 * MIB) for index in range(4)))
     recomputed = settings((4,), recompute="block")
     on_cpu, on_gpu = planner(costs), planner(costs)
-    on_cpu.device = replace(on_cpu.device, is_asynchronous=False)
+    on_cpu.device = replace(on_cpu.device, has_host=False)
     cpu, gpu = (one.plan(recomputed).stages[0].memory for one in (on_cpu, on_gpu))
     assert (cpu.parameters, gpu.parameters) == (60 * MIB, 40 * MIB)
     # All of it is there when the first block is recomputed, in a backward that has made no gradients yet.
@@ -150,7 +150,7 @@ def test_copies_for_saving_are_of_what_is_saved_in_the_process_that_writes_it() 
     ):
         plan = planner(blocks(4), **inputs).plan(asked)
         assert [own.copies for own in plan.on_hosts] == [stage * MIB, 0, stage * MIB], inputs
-        assert bool(saving_text(plan)) == bool(stage)
+        assert bool(host_lines(plan)["saving"]) == bool(stage)
     frozen = replace(blocks(1).layers[0], parameters=Parameters(10 * MIB, 40 * MIB, MIB, 4 * MIB))
     alone = settings((1,))
     assert planner(model(frozen)).plan(alone).on_hosts[0].copies == 40 * MIB

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from hf_gpipe.modes.host_graphs.search import instead
 from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH
-from hf_gpipe.planner.bound import limit_of_step
 from hf_gpipe.planner.machines.devices import LINKS, Host
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.report import overrides, report
+from hf_gpipe.planner.search.advice import limit_of_step
 from hf_gpipe.planner.search.choose import best_plan
-from hf_gpipe.planner.search.cut import _partly_on_host
 from hf_gpipe.settings.pipeline import DecidedConfig
 from tests.planner.models import DEVICE, MIB, blocks, planner, settings
 
@@ -72,7 +72,7 @@ def test_they_are_chosen_where_memory_is_short_and_links_are_fast() -> None:
     # A machine without the memory for them, and a CPU, which is its own host.
     assert "host" not in best_plan(made(1, lean, on_host=900 * MIB), config).settings.recompute
     cpu = made(1, lean)
-    cpu.device = replace(cpu.device, is_asynchronous=False)
+    cpu.device = replace(cpu.device, has_host=False)
     assert "host" not in best_plan(cpu, config).settings.recompute
     assert first_stage(cpu.plan(way("host"))) >= 8
     assert not any(cpu.plan(way("host")).hosted_bytes)
@@ -85,6 +85,6 @@ def test_single_stages_have_them() -> None:
     one.memory_bytes = (lean, *[1 << 40] * 7)
     assert best_plan(one, way("none").reopened(recompute="auto")).settings.recompute == ("host", *["none"] * 7)
     one.memory_bytes = (lean, lean - GRAPH, *[1 << 40] * 6)
-    tried = [*_partly_on_host(one.plan(way((3, 2, *["none"] * 6))))]
+    tried = [*instead(one.plan(way((3, 2, *["none"] * 6))))]
     assert [plan.settings.recompute[:2] for plan in tried] == [("host", "host"), ("host", 2)]
     assert [plan.fits for plan in tried] == [False, True]

@@ -11,17 +11,16 @@ from torch import nn
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
+from hf_gpipe.modes.visits.search import open_visitors, visiting_ways, way
 from hf_gpipe.modes.visits.visit import LOAD
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.bound import limit_of_step
-from hf_gpipe.planner.costs.stage_costs import NOTHING
 from hf_gpipe.planner.machines.devices import LINKS, Host, read_host
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import overrides, report, search_report
+from hf_gpipe.planner.search.advice import limit_of_step
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.search.search_all import search
-from hf_gpipe.planner.search.visiting import open_visitors, visiting_ways, way_of
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule.kinds import RECOMPUTE
@@ -155,7 +154,7 @@ def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
 def test_which_weights_may_visit() -> None:
     """Of dealt stages they do on a CPU too. Of a model with a BatchNorm, one row would be too few to ask for them."""
     made = planner(blocks(8))
-    made.device = replace(DEVICE, is_asynchronous=False)
+    made.device = replace(DEVICE, has_host=False)
     config = PipelineConfig("auto", "auto", "round_robin", "auto", "auto", offload_weights="auto", num_processes=2)
     assert best_plan(made, config).settings.offload_weights == "all"
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
@@ -163,13 +162,13 @@ def test_which_weights_may_visit() -> None:
     assert open_visitors(planner_of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
     # Each of two replicas has two processes.
     config = PipelineConfig(num_stages="auto", schedule="auto", replicas=2, num_processes=4, offload_weights="frozen")
-    assert {way.num_stages for way in visiting_ways(planner(blocks(9)), config.with_defaults(can_plan=True), [4])} == {
-        8
-    }
+    assert {
+        each.num_stages for each in visiting_ways(planner(blocks(9)), config.with_defaults(can_plan=True), [4])
+    } == {8}
     # What a run refuses: a teacher beside them, and the sums of replicas whose gradients are on the host.
     costs = blocks(12, weights=100 * MIB)
-    taught = Planner(lambda *_: [costs], PlanInputs(rows), DEVICE, beside=lambda _, count: [NOTHING] * count)
-    assert open_visitors(taught) == ()
+    student = Chain(module, rows.shapes)
+    assert open_visitors(planner_of(student, PlanInputs(rows), DEVICE, beside=("teacher", student))) == ()
     with pytest.raises(ScheduleError, match="offload_weights is all and stages have replicas"):
         planner(costs).plan(dealt((1,) * 12, 4, schedule="breadth_first", replicas=2))
 
@@ -184,7 +183,7 @@ def test_what_limits_a_step() -> None:
     }.items():
         plan = with_host(planner(blocks(8), rows=16), host).plan(dealt((1,) * 8, 2, num_micro_batches=16))
         words[name] = limit_of_step(plan)
-        assert way_of(plan) == "offload_weights=all, round_robin"
+        assert way(plan) == "offload_weights=all, round_robin"
     assert words["copies"].startswith("copies of weights; ")
     assert words["layers"].startswith("the layers, whose products are taken to run at")
     assert words["update"].startswith(("the update in CPU memory; ", "copies of weights; "))

@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hf_gpipe.modes.divided_head.table import HEAD_INPUT, HEAD_WORKING, HELD_LOGITS, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.modes.divided_head.table import (
+    HEAD_INPUT,
+    HEAD_WORKING,
+    HELD_LOGITS,
+    LOGITS,
+    LOGITS_GRADIENT,
+    head_communicators,
+)
 from hf_gpipe.planner.costs.model_costs import (
     NO_OPERATIONS,
     GraphCost,
-    HeadPart,
     ModelCosts,
     Parameters,
+    Part,
     Seconds,
     estimated_seconds,
 )
 from hf_gpipe.planner.costs.stage_costs import StageCosts, StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.machines.devices import Device
+from hf_gpipe.schedule import Schedule
 from hf_gpipe.schedule.kinds import ActionKind
+from hf_gpipe.schedule.messages import Link
+
+
+@dataclass(frozen=True)
+class HeadPart(Part):
+    """The part of a divided head that each stage has, for one micro-batch."""
+
+    logits_seconds: float
+    """The seconds of S."""
+    gradient_seconds: float
+    """The seconds of T."""
+    hidden_bytes: int
+    """The bytes of the hidden states, which their gradient has too."""
+    logits_bytes: int
+    """The bytes that are kept from S to T beside the hidden states."""
+    working_bytes: int
+
+
+def links(table: Schedule) -> tuple[Link, ...]:
+    """The connections for messages about the head."""
+    return head_communicators(table.placement) if LOGITS in table.kinds else ()
 
 
 def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
     """The seconds of S and T of each stage."""
-    if (part := layout.sums.part) is None:
+    if not isinstance(part := layout.sums.part, HeadPart):
         return {}
     speeds = layout.processes.speeds_of(layout.table.placement)
     return {
@@ -34,7 +63,7 @@ def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
 
 def turn_transfer_seconds(layout: Layout) -> float:
     """The seconds in which the last stage's link carries the hidden states to every other stage."""
-    if (part := layout.sums.part) is None:
+    if not isinstance(part := layout.sums.part, HeadPart):
         return 0.0
     placement = layout.table.placement
     count = placement.num_stages - 1
@@ -44,7 +73,7 @@ def turn_transfer_seconds(layout: Layout) -> float:
 
 def amounts(sums: StageCosts, stage: StageLayers, _: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
     """The bytes that a stage's part of the head keeps."""
-    if (part := sums.part) is None:
+    if not isinstance(part := sums.part, HeadPart):
         return {}
     # The last stage has the hidden states from its own F.
     is_last = stage.stop == len(sums.costs.layers)

@@ -84,6 +84,7 @@ PREFETCH = add_kind(
         working=Held.GRAPH,
         held_ticks=1,
         copies="graphs",
+        recompute=HOST,
         reads_weights=False,
     )
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.costs.stage_costs import Beside, StageCosts
+from hf_gpipe.planner.costs.stage_costs import Share, StageCosts
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.text import size_text
 
 
-def beside(teacher: StageCosts, num_stages: int) -> Sequence[Beside]:
+def shares(teacher: StageCosts, num_stages: int) -> Sequence[Share]:
     """The share that a teacher adds to each stage. It is cut by the number of layers.
 
     The last stage keeps the teacher's hidden states from F to B, which makes the teacher's logits of them.
@@ -21,7 +23,7 @@ def beside(teacher: StageCosts, num_stages: int) -> Sequence[Beside]:
         of_head = teacher.seconds(own.stop - 1, own.stop, "none").backward / 3 if is_last else 0.0
         boundary = layers[-1 if is_last else own.stop].input_bytes
         of_stages.append(
-            Beside(
+            Share(
                 held_bytes=teacher.held(*run).num_bytes + teacher.buffer_bytes(*run),
                 input_bytes=layers[own.start].input_bytes,
                 sent_bytes=0 if is_last else boundary,
@@ -32,3 +34,11 @@ def beside(teacher: StageCosts, num_stages: int) -> Sequence[Beside]:
             )
         )
     return of_stages
+
+
+def lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield a line about the weights of the teacher."""
+    held = [round(stage.share.held_bytes) for stage in plan.layout.stages]
+    if any(held):
+        whole, most = size_text(sum(held)), size_text(max(held))
+        yield "teacher", f"{whole} of weights in the same stages, at most {most} in one; it runs in F"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -26,7 +26,6 @@ from hf_gpipe.adapters.modules.quantised import size_of_quantised
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
-from hf_gpipe.modes.divided_head.requirements import why_not_divided
 from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, SharedParameter
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
@@ -165,8 +164,8 @@ class LayerTracer:
             sizes = boundary_bytes(adapter, index, inputs)
             wanted = layers.wants_gradient(index) if index else {}
             costs.append(
-                replace(
-                    traced[self.representative_layer[index]],
+                LayerCost(
+                    **traced[self.representative_layer[index]],
                     name=layer.name,
                     kind=layer.kind,
                     stack=layer.stack,
@@ -185,11 +184,10 @@ class LayerTracer:
             dtype=_name(adapter.dtype),
             compute_dtype=_name(compute),
             whole_logits=whole_logits(adapter, self._loss),
-            can_divide_head=layers.division.is_whole and not why_not_divided(adapter, self._loss),
         )
 
-    def _traced(self, index: int, workload: Workload, inputs: Inputs) -> LayerCost:
-        """Trace a layer of the model that is run. What it holds, and its place in the model, are not filled in."""
+    def _traced(self, index: int, workload: Workload, inputs: Inputs) -> dict[str, Any]:
+        """Trace a layer of the model that is run: the fields of its cost but what it holds, and its place."""
         layer = self.run.adapter.layers[index]
         sizes = boundary_bytes(self.run.adapter, index, inputs)
         hidden = sizes.get("hidden", 0)
@@ -201,40 +199,24 @@ class LayerTracer:
         if layer.kind == "embedding" and "encoder_hidden" in sizes:
             # The decoder's blocks read the encoder's output until the last of them is done.
             saved_input = saved_block_input = sizes["encoder_hidden"]
-        return LayerCost(
-            name=layer.name,
-            kind=layer.kind,
-            stack=layer.stack,
-            parameters=Parameters(),
-            shared=(),
-            buffer_bytes=0,
-            forward=trace.forward,
-            backward=trace.backward,
-            outside=trace.outside,
-            weight_flops=0 if layer.kind == "head" else trace.weight_flops,
-            input_bytes=0,
-            gradient_input_bytes=0,
-            forward_working_bytes=trace.forward_peak,
-            forward_only_working_bytes=trace.forward_only_peak + sum(sizes.values()),
-            plain=self._graph_cost(index, workload, inputs, trace, saved_input, recompute_blocks=False),
-            block=self._graph_cost(
-                index, workload, inputs, block, saved_block_input, recompute_blocks=block is not trace
-            ),
-            deferred_bytes=trace.deferred,
-            row_bytes=trace.row,
-            converted_bytes=trace.converted,
-            sums_beside=trace.sums_beside,
-        )
+        graph = partial(self._graph_cost, index, workload, inputs)
+        return {
+            "forward": trace.forward,
+            "backward": trace.backward,
+            "outside": trace.outside,
+            "weight_flops": 0 if layer.kind == "head" else trace.weight_flops,
+            "forward_working_bytes": trace.forward_peak,
+            "forward_only_working_bytes": trace.forward_only_peak + sum(sizes.values()),
+            "plain": graph(trace, saved_input, recompute_blocks=False),
+            "block": graph(block, saved_block_input, recompute_blocks=block is not trace),
+            "deferred_bytes": trace.deferred,
+            "row_bytes": trace.row,
+            "converted_bytes": trace.converted,
+            "sums_beside": trace.sums_beside,
+        }
 
     def _graph_cost(
-        self,
-        index: int,
-        workload: Workload,
-        inputs: Inputs,
-        trace: Trace,
-        saved_input: int,
-        *,
-        recompute_blocks: bool,
+        self, index: int, workload: Workload, inputs: Inputs, trace: Trace, saved_input: int, *, recompute_blocks: bool
     ) -> GraphCost:
         """The bytes that a layer's graph keeps, apart from what is made once for all layers of the stage."""
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside

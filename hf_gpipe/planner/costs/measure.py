@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
+from itertools import takewhile
+from operator import eq
 from statistics import median
 from typing import Any
 
@@ -103,7 +105,8 @@ def profile_layers(
     tracer = tracer_of(adapter, loss, device, ranks)
     costs = tracer.costs(workload) if costs is None else costs
     micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
-    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone, ranks)
+    barrier = barrier or (lambda: None)
+    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier, ranks)
     with keeping_random_numbers([device]):
         measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
@@ -135,7 +138,7 @@ def block_seconds(
     micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
     with keeping_random_numbers([device]):
         budget = _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS
-        clock = _Clock(run, micro_batch, device, loss, *budget, barrier or _alone, ranks)
+        clock = _Clock(run, micro_batch, device, loss, *budget, barrier or (lambda: None), ranks)
         return clock.measure(block, block + 1).of_micro_batch()
 
 
@@ -157,13 +160,9 @@ def measure_speeds(
     own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier, ranks=ranks)
     # The ranks of a worker wait for each other.
     first, *others = world.gather_objects(own)[:: 1 if ranks is None else ranks.size]
-    speeds = (1.0, *(_rounded(first / seconds) for seconds in others))
+    steps = [round(_STEPS_OF_AN_OCTAVE * math.log2(first / seconds)) for seconds in others]
+    speeds = (1.0, *(float(f"{2.0 ** (step / _STEPS_OF_AN_OCTAVE):.3g}") for step in steps))
     return None if set(speeds) == {1.0} else speeds
-
-
-def _rounded(speed: float) -> float:
-    exact = 2.0 ** (round(_STEPS_OF_AN_OCTAVE * math.log2(speed)) / _STEPS_OF_AN_OCTAVE)
-    return float(f"{exact:.3g}")
 
 
 def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
@@ -180,7 +179,8 @@ def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, S
     layers: dict[int, Seconds] = {}
     beyond: dict[str, Seconds] = {}
     for number in numbers:
-        count = _in_a_row(alike, number)
+        following = alike[number : number + _BLOCKS_IN_A_ROW]
+        count = len([*takewhile(partial(eq, alike[number]), following)])
         if model.layers[number].kind == "block" and count > 1:
             alone = clock.measure(number, number + 1)
             layers[number] = clock.measure(number, number + count).less(alone).divided(count - 1)
@@ -190,14 +190,6 @@ def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, S
         if number not in layers:
             layers[number] = clock.measure(number, number + 1).less(beyond.get(model.layers[number].stack, stage))
     return layers, stage
-
-
-def _in_a_row(alike: Sequence[int], first: int) -> int:
-    """The number of layers of one kind that follow each other from `first` on, at most `_BLOCKS_IN_A_ROW`."""
-    count = 1
-    while count < _BLOCKS_IN_A_ROW and first + count < len(alike) and alike[first + count] == alike[first]:
-        count += 1
-    return count
 
 
 @dataclass(frozen=True)
@@ -273,10 +265,6 @@ class _Clock:
         return median(runs[1:]) / sum(p.numel() for p in parameters)
 
 
-def _alone() -> None:
-    """Stands for the barrier of a process that measures alone."""
-
-
 @cache
 def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     """Memory, rate of matrix products by type and bandwidths of a device of this machine, and of a GPU's host.
@@ -306,7 +294,7 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         link,
         *reserved,
         call_seconds=_call_seconds(device),
-        is_asynchronous=device.type == "cuda",
+        has_host=device.type == "cuda",
         host=host,
         workspace_bytes=workspace_bytes,
     )

@@ -188,22 +188,13 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class HeadPart:
-    """The part of a head that each stage has, where it is divided over them; for one micro-batch."""
+class Part:
+    """The part of the last layer that each stage has, where all share it."""
 
     held: Parameters
     tie: str
     """The name of the tied embedding: a stage that uses it has the part already, and its owner has the optimizer's
-    state; empty: the head is a layer of its own."""
-    logits_seconds: float
-    """The seconds of S."""
-    gradient_seconds: float
-    """The seconds of T."""
-    hidden_bytes: int
-    """The bytes of the hidden states, which their gradient has too."""
-    logits_bytes: int
-    """The bytes that are kept from S to T beside the hidden states."""
-    working_bytes: int
+    state; empty: the layer's parameters are its own."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +216,6 @@ class ModelCosts:
     """The seconds of a stage for a micro-batch beyond its layers; None: nothing was measured."""
     update_seconds_per_parameter: float | None = None
     """The measured seconds of the optimizer, clipping included; None: not measured."""
-    can_divide_head: bool = False
-    """Whether a schedule can divide the last layer over the stages."""
 
     @property
     def is_measured(self) -> bool:
@@ -261,6 +250,29 @@ def mean_costs(measured: Sequence[ModelCosts], factors: Sequence[float] | None =
         layers=layers,
         stage_seconds=mean(costs.stage_seconds for costs in measured),
         update_seconds_per_parameter=fmean(known) if known else None,
+    )
+
+
+def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
+    """The costs of a chunk that stands for all of a row: the bytes of the chunk that keeps most, and the mean time."""
+    # Among equally long chunks it is the last, which attends to the most tokens.
+    most = max(reversed(chunks), key=lambda chunk: sum(layer.plain.saved_bytes for layer in chunk.layers))
+    layers = [
+        replace(
+            layer,
+            forward=_mean(layer.forward, [own.forward for own in same]),
+            backward=_mean(layer.backward, [own.backward for own in same]),
+            seconds=mean_seconds(own.seconds for own in same),
+        )
+        for layer, *same in zip(most.layers, *(chunk.layers for chunk in chunks), strict=True)
+    ]
+    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(chunk.stage_seconds for chunk in chunks))
+
+
+def _mean(most: Operations, operations: Sequence[Operations]) -> Operations:
+    """The mean of what the operations compute and move, with the calls and sums of `most`."""
+    return most._replace(
+        flops=round(fmean(own.flops for own in operations)), moved=round(fmean(own.moved for own in operations))
     )
 
 

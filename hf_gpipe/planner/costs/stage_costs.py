@@ -16,15 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hf_gpipe.modes.divided_head.table import HEAD_INPUT
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.model_costs import (
     NO_SUMS,
-    HeadPart,
     InnerRecompute,
     LayerCost,
     ModelCosts,
     Parameters,
+    Part,
     Seconds,
     SharedParameter,
     estimated_seconds,
@@ -33,13 +32,12 @@ from hf_gpipe.planner.costs.model_costs import (
 )
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.registry import functions_of_modes
-from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.kinds import KINDS, Held
 from hf_gpipe.schedule.occupancy import Amounts
-from hf_gpipe.settings.mode import Visitors
 
 
-class Beside(NamedTuple):
-    """The share that a mode's own model adds to a stage, for one micro-batch. That model runs in F alone, and its
+class Share(NamedTuple):
+    """What a model beside the trained one adds to a stage, for one micro-batch. That model runs in F alone, and its
     weights are always there."""
 
     held_bytes: float = 0
@@ -61,7 +59,7 @@ class Beside(NamedTuple):
         return max(self.forward_bytes, self.input_bytes + self.sent_bytes + own_bytes)
 
 
-NOTHING = Beside()
+NOTHING = Share()
 
 
 class StageLayers(NamedTuple):
@@ -71,8 +69,8 @@ class StageLayers(NamedTuple):
     stop: int
     inner: InnerRecompute
     """The tensors that its stored graphs keep."""
-    beside: Beside = NOTHING
-    """The share that a mode adds."""
+    share: Share = NOTHING
+    """The share of a model beside the trained one."""
 
     @property
     def run(self) -> tuple[int, int]:
@@ -92,7 +90,9 @@ class StageBytes(NamedTuple):
     converted: float
     """The bytes of its weights as autocast converts them, once for a step."""
     sizes: Mapping[str, float]
-    """The bytes of each thing held, all items together. A divided head's hidden states count on every stage."""
+    """The bytes of each thing that it holds between actions, all items together."""
+    working: float
+    """The most bytes that an action works with, beside the graph that it makes."""
 
 
 class RangeSum:
@@ -122,42 +122,41 @@ class StageCosts:
         costs: the costs of the model's layers.
         device: the device whose rates give the seconds that were not measured.
         link: the link between the ranks of a worker; None: the device's link.
-        num_parts: K, where the head is divided over so many stages; 0: the head is a layer of the last stage.
+        num_parts: K, where so many stages share the last layer; 0: it is the last stage's.
 
     Attributes:
-        part: the part of a divided head that each stage has; None: the head is not divided.
+        part: the part of the last layer that each stage has; None: they do not share it.
     """
 
     def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None, num_parts: int = 0) -> None:
-        self.part: HeadPart | None = None
+        self.part: Part | None = None
         for divided in functions_of_modes("cost", "divided") if num_parts else ():
             costs, self.part = divided(costs, device, num_parts)
-        self.costs = costs
-        self.device = device
-        layers = costs.layers
-        seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
-        # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include both.
-        link = link or device.link
-        every = [(NO_SUMS, NO_SUMS) if costs.is_measured else (own.forward.sums, own.backward.sums) for own in layers]
-        sums = [(forward.seconds(link), backward.seconds(link)) for forward, backward in every]
+        self.costs, self.device = costs, device
+        layers, is_measured, link = costs.layers, costs.is_measured, link or device.link
+
+        def seconds(layer: LayerCost) -> tuple[float, ...]:
+            """Of a forward only, a forward, a backward, what hides in it, its products for weights, a block's F."""
+            own = layer.seconds or estimated_seconds(layer, costs.compute_dtype, device)
+            # Ranks wait for their sums, but for what runs beside products. Measured seconds include both.
+            sums = (NO_SUMS, NO_SUMS) if is_measured else (layer.forward.sums, layer.backward.sums)
+            forward, backward = (of_pass.seconds(link) for of_pass in sums)
+            hidden = hidden_seconds(layer, own, link)
+            # W takes its share of the operations, of a measured backward too.
+            weights = own.backward * layer.weight_flops / layer.backward.flops if layer.backward.flops else 0.0
+            return (
+                own.forward_only + forward,
+                own.forward + forward,
+                own.backward + backward - (0.0 if is_measured else hidden),
+                hidden,
+                weights,
+                own.forward + forward if layer.kind == "block" else 0.0,
+            )
+
+        columns = map(RangeSum, zip(*map(seconds, layers), strict=True))
+        self._forward_only, self._forward, self._backward, *others = columns
+        self.hidden_seconds, self.weight_seconds, self._blocks_again = others
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
-        self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
-        self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
-        hidden = [hidden_seconds(layer, own, link) for layer, own in zip(layers, seconds, strict=True)]
-        self.hidden_seconds = RangeSum(hidden)
-        self._backward = RangeSum(
-            own.backward + sent - (0.0 if costs.is_measured else beside)
-            for own, (_, sent), beside in zip(seconds, sums, hidden, strict=True)
-        )
-        # W takes its share of the operations, of a measured backward too.
-        self.weight_seconds = RangeSum(
-            own.backward * layer.weight_flops / layer.backward.flops if layer.backward.flops else 0.0
-            for layer, own in zip(layers, seconds, strict=True)
-        )
-        self._blocks_again = RangeSum(
-            own.forward + sent if layer.kind == "block" else 0.0
-            for layer, own, (sent, _) in zip(layers, seconds, sums, strict=True)
-        )
         self.forward_flops = RangeSum(layer.forward.flops for layer in layers)
         self.backward_flops = RangeSum(layer.backward.flops for layer in layers)
         self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
@@ -172,8 +171,7 @@ class StageCosts:
             (parameter.size.trainable_bytes, [n for n in users if not adds_up[n]]) for parameter, users in self._shared
         ]
         self.graphs: dict[InnerRecompute, GraphSums] = {
-            mode: GraphSums(layers, mode, tied, has_backward_thread=device.is_asynchronous)
-            for mode in ("none", "block")
+            mode: GraphSums(layers, mode, tied, has_backward_thread=device.has_host) for mode in ("none", "block")
         }
         #: A search asks for the same stages often.
         self._seconds: dict[tuple[int, int, InnerRecompute], Seconds] = {}
@@ -196,33 +194,20 @@ class StageCosts:
             held = sum([self.part.held] * len(stages), start=held)
         return held
 
-    def hosted(self, start: int, stop: int, visitors: Visitors | None, *, is_shared: bool = False) -> Parameters:
-        """The size of the weights of a stage that visit its device: frozen weights, or all weights that no other layer
-        uses; all weights of a dealt stage."""
-        if visitors is None:
-            return Parameters()
-        held, own = self.held(start, stop), self._own[stop] - self._own[start]
-        if is_shared:
-            return held
-        trained = own if visitors == "all" else Parameters()
-        return Parameters(
-            held.count - held.trainable_count + trained.trainable_count,
-            held.num_bytes - held.trainable_bytes + trained.trainable_bytes,
-            trained.trainable_count,
-            trained.trainable_bytes,
-            trained.exact_count,
-        )
+    def unshared(self, start: int, stop: int) -> Parameters:
+        """The parameters of some layers that no other layer uses."""
+        return self._own[stop] - self._own[start]
 
     def copy_seconds(self, num_bytes: float, num_devices: int = 1, ways: int = 1) -> float:
         """The seconds in which `num_bytes` come from a host of `num_devices`. With 2 ways, as many bytes go to the host
         at the same time. A CPU reads and writes them in its memory."""
         device = self.device
-        rate = device.host.copy_rate(num_devices, ways) if device.is_asynchronous else device.memory_rate / 2
+        rate = device.host.copy_rate(num_devices, ways) if device.has_host else device.memory_rate / 2
         return num_bytes / rate
 
     def owned(self, start: int, stop: int) -> Parameters:
         """The part of `held` that the stage owns, and whose optimizer state it has."""
-        own = self._own[stop] - self._own[start]
+        own = self.unshared(start, stop)
         if self.part is not None and not self.part.tie:
             own += self.part.held
         return sum((p.size for p, _ in self._shared if start <= p.first_layer < stop), start=own)
@@ -260,17 +245,17 @@ class StageCosts:
             graphs, run = self.graphs[stage.inner], stage.run
             converted = graphs.converted_bytes(*run) if converts_once else 0.0
             amounts = self.amounts(stage, converts_once=converts_once)
-            fixed = self.buffer_bytes(*run) + stage.beside.held_bytes
-            sizes = {held: sum(items.values()) for held, items in amounts.items()}
-            if self.part is not None:
-                sizes[HEAD_INPUT] = self.part.hidden_bytes
-            self._bytes[key] = StageBytes(self.held(*run), self.owned(*run), fixed, converted, sizes)
+            fixed = self.buffer_bytes(*run) + stage.share.held_bytes
+            sizes = {held: sum(items.values()) for held, items in amounts.items() if held != Held.FIRST_BACKWARD}
+            sizes[Held.FORWARD] -= self.graph_bytes(stage)
+            working = max(sizes.pop(held, 0) for held in _WORKING)
+            self._bytes[key] = StageBytes(self.held(*run), self.owned(*run), fixed, converted, sizes, working)
         return self._bytes[key]
 
     def amounts(self, stage: StageLayers, *, converts_once: bool = True) -> Amounts:
         """The bytes that each thing held adds to the items of an estimate of memory. The argument is that of
         `bytes_of`."""
-        layers, run, beside, graphs = self.costs.layers, stage.run, stage.beside, self.graphs[stage.inner]
+        layers, run, share, graphs = self.costs.layers, stage.run, stage.share, self.graphs[stage.inner]
         graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
         is_last, head = stage.stop == len(layers), layers[stage.stop - 1]
         logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
@@ -280,13 +265,13 @@ class StageCosts:
         after = layers[min(stage.stop, len(layers) - 1)].gradient_input_bytes
         row = {"activations": self.row_bytes(*run)}
         amounts: dict[str, Mapping[str, float]] = {
-            Held.INPUT: {"boundaries": received + beside.kept_bytes},
+            Held.INPUT: {"boundaries": received + share.kept_bytes},
             Held.GRAPH: of_graph,
             # A gradient is working memory of its backward from the start of that backward on.
             Held.GRADIENT: {"early_gradients": after if self.part is not None or not is_last else 0},
             Held.DEFERRED: {"activations": self.deferred_bytes(*run)},
-            Held.FORWARD_ONLY: {"working": beside.forward_peak(self.forward_only_peak_bytes(*run))},
-            Held.FORWARD: {"working": beside.forward_peak(graphs.forward_peak_bytes(*run))},
+            Held.FORWARD_ONLY: {"working": share.forward_peak(self.forward_only_peak_bytes(*run))},
+            Held.FORWARD: {"working": share.forward_peak(graphs.forward_peak_bytes(*run))},
             Held.BACKWARD: {"working": max(backward - graph, 0)},
             Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
             Held.ROW: row,
@@ -387,6 +372,12 @@ class GraphSums:
             if start < end and first < stop
         )
         return made - self._input[start]
+
+
+#: What actions work with, and nothing is held between them.
+_WORKING = {held for kind in KINDS.values() for held in (kind.working, kind.working_alone) if held is not None} - {
+    kind.makes for kind in KINDS.values()
+}
 
 
 def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:

@@ -131,12 +131,9 @@ class TracedRanks(Ranks):
         shape = list(part.shape)
         shape[dim] = sum(lengths)
         whole = part.new_empty(shape)
-        self._count_half(whole)
-        return whole
-
-    def _count_half(self, whole: torch.Tensor) -> None:
-        """Count a gathering, which sends half of what a sum does. Its latency counts whole."""
+        # It sends half of what a sum does. Its latency counts whole.
         self._sums = self._sums.and_one(whole.nbytes // 2)
+        return whole
 
     def take(self) -> SumsOverRanks:
         """Return the sums since the last call."""

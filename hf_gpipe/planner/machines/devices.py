@@ -72,7 +72,7 @@ LINKS: dict[str, Level] = {
 
 @dataclass(frozen=True)
 class Host:
-    """The machine of some devices: weights visit the devices from its memory, and its CPU updates the weights.
+    """The machine of some devices, whose memory and CPU they use.
 
     Values that nobody gave are usual ones, and not measured.
 
@@ -81,8 +81,7 @@ class Host:
         devices_per_link: the number of devices that share such a link, as behind one PCIe switch.
         bytes_per_second: the bandwidth of the memory, for all processes of the machine together.
         process_bytes_per_second: the most bandwidth that one process gets.
-        memory_bytes: the bytes that weights that visit, their gradients and optimizer state, and graphs may use; None:
-            not known.
+        memory_bytes: the bytes that weights and graphs in its memory may use; None: not known.
     """
 
     link: Level = LINKS["pcie4"]
@@ -119,9 +118,9 @@ class Device:
         reserved_working_share: the bytes that the allocator holds so per byte of gradients and of working memory,
             whose sizes differ more.
         call_seconds: the host's time for one operation, however small.
-        is_asynchronous: whether another processor prepares its next operation while it computes and moves bytes, so
+        has_host: whether another processor prepares its next operation while it computes and moves bytes, so
             that the longer time of the two counts. A CPU does both in turn.
-        host: the host from whose memory weights visit.
+        host: the machine that it is in.
         workspace_bytes: the bytes that cuBLAS takes of its memory; None: it has no CUDA.
         product_share, memory_share: the shares that a transformer reaches of `flops_per_second` and of
             `bytes_per_second`; 1 where these were measured.
@@ -135,7 +134,7 @@ class Device:
     reserved_share: float = 0.1
     reserved_working_share: float = 0.35
     call_seconds: float = 0.0
-    is_asynchronous: bool = True
+    has_host: bool = True
     host: Host = Host()
     workspace_bytes: int | None = None
     product_share: float = 1.0
@@ -145,7 +144,7 @@ class Device:
         """The seconds of some operations in turn: products that compute for `arithmetic_seconds`, and others that move
         `moved_bytes`, in `calls` calls together."""
         parts = arithmetic_seconds + moved_bytes / self.memory_rate, calls * self.call_seconds
-        return max(parts) if self.is_asynchronous else sum(parts)
+        return max(parts) if self.has_host else sum(parts)
 
     @property
     def memory_rate(self) -> float:
@@ -175,18 +174,8 @@ def _gpu(
     context_gib: float = _CONTEXT_GIB,
     product_share: float = _PRODUCT_SHARE,
 ) -> Device:
-    """A device of the table below.
-
-    Args:
-        name: as a user writes it.
-        memory_gib: the memory that the driver reports, which is less than the name says.
-        terabytes: the bandwidth of the memory, in 10^12 bytes a second.
-        link: the link to the device of the next stage.
-        fp32, fp16, bf16: the rates of products, in 10^12 operations a second.
-        workspace_mib: the workspaces of cuBLAS; None: the device has no CUDA.
-        context_gib: the memory of CUDA's context and kernels.
-        product_share: as of `Device`.
-    """
+    """A device of the table below: the GiB that its driver reports, 10^12 bytes a second of its memory, and 10^12
+    operations a second; `workspace_mib` None: it has no CUDA."""
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
         rates["bfloat16"] = bf16 * 1e12
@@ -307,7 +296,7 @@ def cpu(num_threads: int) -> Device:
     """
     rates = {"float32": 1e11 * num_threads, "float64": 0.5e11 * num_threads}
     bandwidth = 12.8e9 * num_threads
-    device = Device("cpu", None, rates, bandwidth, LINKS["loopback"], call_seconds=_CALL_SECONDS, is_asynchronous=False)
+    device = Device("cpu", None, rates, bandwidth, LINKS["loopback"], call_seconds=_CALL_SECONDS, has_host=False)
     return replace(device, product_share=0.55)
 
 

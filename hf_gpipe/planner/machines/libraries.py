@@ -6,11 +6,12 @@ NVLink SHARP and for trees of several machines is not counted either.
 
 from __future__ import annotations
 
-from hf_gpipe.modes.divided_head.table import head_communicators
+from collections.abc import Sequence
+
 from hf_gpipe.planner.machines.devices import LINKS
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.schedule import Placement
-from hf_gpipe.schedule.messages import communicators
+from hf_gpipe.schedule.messages import Link, communicators
 
 _MIB = 1 << 20
 #: torch's allocator puts tensors of less than 1 MiB into segments of 2 MiB, and those of less than 10 MiB into segments
@@ -26,17 +27,16 @@ _BOTH_BYTES = _RECEIVING_BYTES + _SENDING_BYTES
 _NVLINK_CHANNELS, _CHANNELS = (32, 24), (2, 2)
 
 
-def library_bytes(processes: Processes, placement: Placement, *, divides_head: bool) -> tuple[int, ...]:
+def library_bytes(processes: Processes, placement: Placement, links: Sequence[Link] = ()) -> tuple[int, ...]:
     """The bytes that libraries take on each device of each worker of a placement; 0 without CUDA.
 
-    With `divides_head` the workers share the head.
+    The workers have connections between stages, and others (`links`).
     """
     device, network = processes.device, processes.network(placement)
     if device.workspace_bytes is None:
         return (0,) * placement.num_processes
     sizes = [device.workspace_bytes + _SEGMENTS_BYTES] * placement.num_processes
-    links = communicators(placement) + (head_communicators(placement) if divides_head else ())
-    for link in links:
+    for link in (*communicators(placement), *links):
         of_messages, _ = _channels(network.slowest_rate((link.sender, link.receiver)))
         sizes[link.sender] += of_messages * _SENDING_BYTES
         sizes[link.receiver] += of_messages * _RECEIVING_BYTES

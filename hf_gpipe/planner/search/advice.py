@@ -1,25 +1,171 @@
-"""The smallest change that makes a plan fit, in the words of a recipe; a run that is out of memory names it too."""
+"""What limits a plan, and the one change that helps most, in the words of a recipe; a run that is out of memory says it
+too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.job import failures
+from hf_gpipe.planner.layout import costs_of_table
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.search.visiting import SETTING, possible_visitors
+from hf_gpipe.planner.search.choose import allowed_plans, best_plan, can_run, micro_batch_counts, work
+from hf_gpipe.planner.search.cut import cut_plan
+from hf_gpipe.planner.search.listed import TABLE_FILE
+from hf_gpipe.registry import functions_of_modes
+from hf_gpipe.schedule import is_table_file, simulate
+from hf_gpipe.schedule.kinds import KINDS
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 
+#: The share of a step below which something does not limit the step, if something else does.
+_LARGE = 0.2
+#: The bubble, as a share of the time, up to which no change is worth it.
+SMALL_BUBBLE = 0.2
+#: The most that a change leaves of the bubble, to be worth it.
+_SMALLER = 0.9
+#: The most times of their size with which M and mini-batches are tried: each size of micro-batch is traced anew.
+_MOST_TIMES = 4
+#: The most work of the search for a smaller bubble, in simulated actions: a few seconds.
+_MOST_WORK = 20_000
 #: The most memory of the advised plan, as a share of the plan that was to fit and did not.
 _SAFE_SHARE = 0.9
+
+# ---------------------------------------------------------------------- what limits a step
+
+
+def limit_of_step(plan: Plan) -> str:
+    """Say in one sentence what limits a step: updates, copies or messages; else the devices' rate or their waiting."""
+    seconds, shorter = plan.table_seconds, _shorter(plan)
+    parts = [f"{seconds_text(rest)} without {what}" for what, rest in shorter.items() if rest < 0.98 * seconds]
+    times = [process.time for process in plan.processes]
+    idle = 1 - sum(time.forward + time.recompute + time.backward for time in times) / (len(times) * seconds)
+    cause = _first_cause(shorter, (1 - _LARGE) * seconds)
+    if not cause and idle > 2 * _LARGE:
+        cause = _why_each_other(plan)
+    if not cause and plan.costs.is_measured:
+        cause = "the layers' measured seconds"
+    if not cause:
+        rate = plan.layout.processes.device.product_rate(plan.costs.compute_dtype) / 1e12
+        cause = f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
+    rest = ", ".join(parts[1:])
+    others = f", which is {parts[0]}{f' and {rest}' if rest else ''}" if parts else ""
+    return f"{cause}; devices compute {1 - idle:.0%} of a step{others}"
+
+
+def why_waiting(plan: Plan) -> str:
+    """Say what most of a plan's bubble comes from."""
+    return _first_cause(_shorter(plan), (1 - plan.bubble / 2) * plan.table_seconds) or _why_each_other(plan)
+
+
+def _first_cause(shorter: Mapping[str, float], limit: float) -> str:
+    """What makes a step so much shorter where it takes no time; empty where nothing does."""
+    least = min(shorter, key=lambda what: shorter[what])
+    return least if shorter[least] < limit else ""
+
+
+def _why_each_other(plan: Plan) -> str:
+    """Say why devices wait for each other: there are few micro-batches, or a stage computes longer than the others."""
+    table, slowest = plan.timeline.schedule, plan.slowest_stage
+    placement = table.placement
+    count = -(-table.num_micro_batches // (table.num_steps * max(placement.replicas)))
+    size = placement.num_processes // max(placement.replicas)
+    if (size - 1) / (count + size - 1) > plan.bubble / 2:
+        return f"{count} micro-batches are few for {size} devices in a row"
+    mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
+    if slowest.busy_seconds > (1 + plan.bubble / 2) * mean:
+        return f"stage {slowest.number} computes {slowest.busy_seconds / mean:.1f} times as long as the mean"
+    return "the order of the actions, in which devices wait for each other"
+
+
+def _shorter(plan: Plan) -> dict[str, float]:
+    """The seconds of a step in which updates, copies or messages take no time."""
+    layout, table = plan.layout, plan.timeline.schedule
+    costs = costs_of_table(layout)
+    others: dict[str, Any] = {**(costs.others or {})}
+    is_on_host = layout.host_update_seconds(layout.sums.costs.total) is not None
+    without = {
+        "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
+        **{
+            f"copies of {things}": replace(
+                costs, others=others | {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
+            )
+            for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies and kind in table.kinds)
+        },
+        "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, turn_transfer_seconds=0.0),
+    }
+    return {what: float(simulate(table, less).total_seconds) / table.num_steps for what, less in without.items()}
+
+
+# ---------------------------------------------------------------------- a smaller bubble
+
+
+def smaller_bubble(plan: Plan) -> str:
+    """Say in one sentence which change fits and lowers a large bubble, and the step with it; empty: there is none.
+
+    The fastest schedule and M come first, for they leave the training as it is, then mini-batches of more rows.
+    """
+    settings, table, planner = plan.settings, plan.timeline.schedule, plan.planner
+    is_made = settings.schedule == TABLE_FILE
+    is_given = is_table_file(settings.schedule) and not is_made
+    if plan.bubble <= SMALL_BUBBLE or not plan.fits or table.is_window or is_given:
+        return ""
+    plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
+    best = next(filter(can_run, plans), plan)
+    if best.bubble <= _SMALLER * plan.bubble:
+        changes: dict[str, Any] = {name: getattr(best.settings, name) for name in ("num_micro_batches", "schedule")}
+        keys = [_argument(name, value) for name, value in changes.items() if value != getattr(settings, name)]
+        return f"{' with '.join(keys)} fits: {_with(best)}"
+    best, words = plan, ""
+    for times in (2, _MOST_TIMES):
+        larger, count = planner.with_rows(times * planner.rows), times * min(settings.num_micro_batches, planner.rows)
+        for recompute in ({}, {"recompute": AUTO}):
+            # A table that was made for these micro-batches is none for others.
+            changes = {"num_micro_batches": count, **({"schedule": "1f1b"} if is_made else {}), **recompute}
+            more = cut_plan(larger, settings.reopened(**changes))
+            if more.fits:
+                break
+        if more.fits and more.bubble < best.bubble and can_run(more):
+            best, words = more, " ".join(_argument(*change) for change in changes.items())
+    if best is plan:
+        return ""
+    before, after = (
+        seconds_text(one.step_seconds / one.planner.rows / one.planner.inputs.accumulation) for one in (plan, best)
+    )
+    return (
+        f"a mini-batch of {best.planner.rows} rows (training.batch_size or batch_tokens) with {words} fits: "
+        f"{_with(best)}, {after} a row where it is {before}"
+    )
+
+
+def _of_the_same_mini_batch(plan: Plan) -> list[Plan]:
+    """The plans with other schedules, and with more micro-batches."""
+    plans: list[Plan] = []
+    least, room = plan.settings.num_micro_batches, _MOST_WORK
+    counts = micro_batch_counts(plan.planner.rows, AUTO)
+    for count in (least, *(larger for larger in counts if least < larger <= _MOST_TIMES * least)):
+        config = plan.settings.reopened(schedule=AUTO, num_micro_batches=count)
+        if room <= 0:
+            break
+        with suppress(UserError):
+            plans += (allowed := allowed_plans(plan.planner, config))
+            room -= len(allowed) * work(plan.planner, config)
+    return plans
+
+
+def _with(plan: Plan) -> str:
+    return f"a step of {seconds_text(plan.step_seconds)} with a bubble of {plan.bubble:.1%}"
+
+
+# ---------------------------------------------------------------------- less memory
 
 
 def smallest_fix(plan: Plan) -> str:
@@ -27,8 +173,7 @@ def smallest_fix(plan: Plan) -> str:
 
     Changes that cost little come first: recomputation, the schedule, more micro-batches, an even split, and only then
     more stages. Where only more devices or none of these would help, adapters that fit the devices are named too, and
-    weights that visit them. A plan that should have fit, but ran out of memory, gets a change that needs a tenth less
-    memory.
+    what modes offer. A plan that should have fit, but ran out of memory, gets a change that needs a tenth less memory.
     """
     limit = plan.planner.memory_bytes
     if limit is None or plan.fits:
@@ -41,22 +186,20 @@ def smallest_fix(plan: Plan) -> str:
                 return f"{fix}."
             break
         least = min(least, changed, key=lambda plan: plan.peak_bytes)
-    others = [
-        f"where adapters alone are trained, {change}" for change in ["; ".join(_adapters_that_fit(plan))] if change
-    ]
-    others += [f"with weights in CPU memory, {change}" for change in _visits_that_fit(planner, plan)]
+    others = [f"where adapters alone are trained, {text}" for text in ["; ".join(_adapters_that_fit(plan))] if text]
+    others += _modes_that_fit(planner, plan)
     if not fix and plan.host_fullness > 1:
-        fix = f"use machines with more CPU memory, an optimizer with less state, or adapters with {SETTING}=frozen"
+        fix = "use machines with more CPU memory, an optimizer with less state, or adapters"
     elif not fix:
+        settings = least.settings
         fix = (
             f"no number of stages or micro-batches fits {planner.limit_text}: the leanest way needs "
-            f"{size_text(least.peak_bytes)} ({_words(least)})"
+            f"{size_text(least.peak_bytes)} ({settings.num_stages} stages, {settings.num_micro_batches} micro-batches, "
+            f"{settings.schedule})"
         )
         if not others:
             return f"{fix}; use devices with more memory, shorter texts, or an optimizer with less state."
-    if not others:
-        return f"{fix}."
-    return f"{fix}; on these devices, {'; or '.join(others)}."
+    return f"{fix}; on these devices, {'; or '.join(others)}." if others else f"{fix}."
 
 
 def _fits(plan: Plan) -> str:
@@ -66,35 +209,26 @@ def _fits(plan: Plan) -> str:
 def _adapters_that_fit(plan: Plan) -> Iterator[str]:
     """Yield the smallest changes with which LoRA, and LoRA on quantised weights, fit the same devices."""
     for keys, make in plan.planner.lighter.items():
-        try:
+        with suppress(UserError):  # not for this model or task
             lighter = make()
-        except UserError:
-            continue  # not for this model or task
-        changes = ((f"{keys} with {words}", candidate) for words, candidate in _changed_plans(lighter.planner, lighter))
-        for words, candidate in chain([(keys, lighter)], changes):
-            if candidate.settings.num_processes != plan.settings.num_processes:
-                break
-            if candidate.fits:
-                yield f"{words} {_fits(candidate)}"
-                break
+            changes = ((f"{keys} with {words}", other) for words, other in _changed_plans(lighter.planner, lighter))
+            for words, candidate in chain([(keys, lighter)], changes):
+                if candidate.settings.num_processes != plan.settings.num_processes:
+                    break
+                if candidate.fits:
+                    yield f"{words} {_fits(candidate)}"
+                    break
 
 
-def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
-    """Yield the change that lets weights visit the same GPUs, with stages as small as possible, if that fits."""
-    settings = plan.settings
-    if settings.replicas != 1 or settings.visits.offload_weights is not None:
-        return
-    num_stages = planner.num_layers // settings.num_processes * settings.num_processes
-    if num_stages < 3 * settings.num_processes:
-        return
-    for visitors in possible_visitors(planner)[:1]:
-        change = {SETTING: visitors, "num_stages": num_stages, "schedule": "breadth_first"}
-        change |= {"recompute": "stage", "partition": "count"}
-        with suppress(UserError):
-            visiting = best_plan(planner, settings.reopened(placement=None, **change))
-            if visiting.fits:
-                hosted = size_text(sum(visiting.hosted_bytes))
-                yield f"{_arguments(change)} {_fits(visiting)}, with {hosted} of CPU memory"
+def _modes_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
+    """Yield the keys of modes with which the same devices are enough."""
+    for fixes in functions_of_modes("search", "fixes"):
+        for words, change in fixes(planner, plan.settings):
+            with suppress(UserError):
+                changed = best_plan(planner, plan.settings.reopened(placement=None, **change))
+                if changed.fits:
+                    hosted = size_text(sum(changed.hosted_bytes))
+                    yield f"{words}, {_arguments(change)} {_fits(changed)}, with {hosted} of CPU memory"
 
 
 def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
@@ -119,7 +253,10 @@ def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str,
     yield finest
     if isinstance(settings.replicas, tuple):
         return  # the schedule is a table of this many stages
-    for num_stages in _more_stages(settings.num_stages, planner.num_layers):
+    num_stages, num_layers = settings.num_stages, planner.num_layers
+    while num_stages < num_layers:
+        # One more at a time at first, then by a quarter.
+        num_stages = min(num_stages + max(1, num_stages // 4), num_layers)
         of_replica = settings.num_processes // settings.replicas
         processes = num_stages * of_replica // settings.num_stages * settings.replicas
         yield {"num_stages": num_stages, "num_processes": processes, **finest}
@@ -127,21 +264,16 @@ def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str,
 
 def _arguments(change: Mapping[str, Any]) -> str:
     """Write a change as arguments of a recipe. A number of processes is written as a number of devices."""
-    first, *others = (f"pipeline.{name}={value}" for name, value in change.items() if name != "num_processes")
+    first, *others = (_argument(*key) for key in change.items() if key[0] != "num_processes")
     devices = f" on {change['num_processes']} devices" if "num_processes" in change else ""
     return f"{first}{devices}{' with ' * bool(others)}{', '.join(others)}"
 
 
-def _more_stages(num_stages: int, num_layers: int) -> Iterator[int]:
-    """Yield larger K: one more at a time at first, then by a quarter, up to one stage for each layer."""
-    while num_stages < num_layers:
-        num_stages = min(num_stages + max(1, num_stages // 4), num_layers)
-        yield num_stages
+def _argument(name: str, value: object) -> str:
+    return f"pipeline.{name}={value}"
 
 
-def _words(plan: Plan) -> str:
-    settings = plan.settings
-    return f"{settings.num_stages} stages, {settings.num_micro_batches} micro-batches, {settings.schedule}"
+# ---------------------------------------------------------------------- a run
 
 
 @contextmanager
@@ -158,28 +290,18 @@ def advising(plan: Callable[[], Plan], rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not any(_is_want_of_memory(cause) for cause in _causes(error)):
+        cause: BaseException | None = error
+        while cause is not None and not _is_want_of_memory(cause):
+            cause = cause.__cause__
+        if cause is None:
             raise
         failures.note(error)  # planning takes seconds
         what = str(error) if isinstance(error, StageError) else f"process {rank}: {error!r}"
-        raise StageError(f"{what.rstrip('.')}. {_advice(plan)}") from error
-
-
-def _advice(plan: Callable[[], Plan]) -> str:
-    """The advice in one sentence."""
-    try:
-        return f"By the planner, {smallest_fix(plan())}"
-    except Exception:
+        advice = "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."
         # Whatever hinders the planner now, the failure to report is the run's.
-        return "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its cause, the cause of that, and so on."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
+        with suppress(Exception):
+            advice = f"By the planner, {smallest_fix(plan())}"
+        raise StageError(f"{what.rstrip('.')}. {advice}") from error
 
 
 def _is_want_of_memory(error: BaseException) -> bool:

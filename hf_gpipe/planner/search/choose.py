@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 
-from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
-from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD
-from hf_gpipe.planner.costs.chunks import ways_to_cut
+from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.cut import cut_plan
+from hf_gpipe.planner.search.cut import Outcome, outcome_of
 from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
-from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
+from hf_gpipe.registry import functions_of_modes, parts_of_modes
 from hf_gpipe.schedule import (
     SPLIT_SCHEDULES,
     V_SHAPED,
@@ -32,7 +30,11 @@ from hf_gpipe.schedule import (
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
 
-AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
+#: The schedules of modes that "auto" chooses from -> the mode.
+_OF_MODES = {
+    name: mode for mode, search in parts_of_modes("search").items() for name in getattr(search, "SCHEDULES", ())
+}
+AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *_OF_MODES)
 """The schedules that "auto" chooses from. The first of equally good schedules is chosen."""
 
 #: The schedules under which meshes are compared at first: a mesh gets the first that it can run.
@@ -50,9 +52,6 @@ _WORK_OF_PLAN = 200
 
 #: The thresholds of Python's garbage collector during a search, unless larger ones are set.
 _COLLECTED_AFTER = 50_000, 20, 100
-
-Outcome = Plan | UserError
-"""The plan of a configuration, or the error that says why it has none."""
 
 
 def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
@@ -101,14 +100,14 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     errors of `best_plan`."""
     outcomes: list[Outcome] = []
     errors: list[UserError] = []
-    for cut in ways_to_cut(config, planner.inputs.mini_batch().target_tokens):
-        for chunks in planner.tapered(cut, is_open=config.chunks.chunk_taper == AUTO):
-            chunked = planner.with_chunks(chunks)
-            for way in with_visitors(chunked, config.replace(**chunks.keys)):
-                try:
-                    outcomes += _Search(chunked, way).outcomes()
-                except UserError as error:
-                    errors.append(error)
+    ways = [(planner, config)]
+    for decided in reversed(functions_of_modes("search", "ways")):
+        ways = [way for asked in ways for way in decided(*asked)]
+    for asked in ways:
+        try:
+            outcomes += _Search(*asked).outcomes()
+        except UserError as error:
+            errors.append(error)
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
         raise min([outcome for outcome in outcomes if not isinstance(outcome, Plan)] or errors[:1], key=_sort_key)
@@ -116,10 +115,10 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
 
 
 class _Search:
-    """The search for what a configuration leaves open, whose chunks and weights that visit are decided.
+    """The search for what a configuration leaves open, in which the keys of modes are decided.
 
     Args:
-        planner: the planner of the model and these chunks.
+        planner: the planner of the model and these modes.
         asked: the configuration.
     """
 
@@ -128,23 +127,16 @@ class _Search:
         self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
         self._schedules: Sequence[str] = (asked.schedule,)
         if asked.schedule == AUTO:
-            is_whole = bool(asked.excluding("divided_head"))
-            self._schedules = [name for name in AUTO_SCHEDULES if not (is_whole and name in DIVIDED_HEAD)]
+            excluded = {mode for mode in _OF_MODES.values() if asked.excluding(mode)}
+            self._schedules = [name for name in AUTO_SCHEDULES if _OF_MODES.get(name) not in excluded]
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes that are worth a try. Raises UserError where there is none."""
         planner, asked = self._planner, self._asked
-        if asked.visits.offload_weights and not asked.is_decided:
-            outcomes = map(self._outcome, visiting_ways(planner, asked, self._counts))
-            return [with_dealt_table(outcome, asked) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
-        return self._of_meshes() if asked.is_mesh_open else [self._outcome(each) for each in self._allowed()]
-
-    def _outcome(self, config: PipelineConfig) -> Outcome:
-        """The outcome of a configuration that leaves at most its partition and its recomputation open."""
-        try:
-            return cut_plan(self._planner, config)
-        except (PartitionError, ScheduleError, DataError) as error:
-            return error
+        for of_mode in functions_of_modes("search", "outcomes"):
+            if (found := of_mode(planner, asked, self._counts)) is not None:
+                return list(found)
+        return self._of_meshes() if asked.is_mesh_open else [outcome_of(planner, each) for each in self._allowed()]
 
     def _allowed(self) -> list[PipelineConfig]:
         """The configuration with its schedule and M decided, in every way that is worth a try.
@@ -167,7 +159,7 @@ class _Search:
         outcomes: dict[PipelineConfig, Outcome] = {}
         waiting = self._first(meshes.first())
         while ways := [*self._affordable(waiting, outcomes)]:
-            outcomes |= {way: self._outcome(way) for way in ways}
+            outcomes |= {way: outcome_of(self._planner, way) for way in ways}
             steps = dict.fromkeys(self._steps(outcomes, meshes))
             new = [step for step in steps if step not in outcomes and self._is_worth_a_try(step)]
             waiting = new[:_STEPS_AT_ONCE]
@@ -262,9 +254,8 @@ class _Search:
             return True
         if schedule == "interleaved_1f1b":
             return config.processes < config.places
-        if schedule in DIVIDED_HEAD:
-            is_one_each = config.places == config.processes and num_stages > 1
-            return is_one_each and planner.costs(int(config.num_micro_batches)).can_divide_head
+        if (mode := _OF_MODES.get(schedule)) is not None:
+            return bool(parts_of_modes("search")[mode].is_worth_a_try(planner, config))
         if schedule not in SPLIT_SCHEDULES:
             return True
         # A compiled block has one backward, and in one process no other waits for I.

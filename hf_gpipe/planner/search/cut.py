@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from operator import attrgetter
+from typing import Any
 
-from hf_gpipe.errors import PartitionError
-from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
+from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
+from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.plan import Plan, Planner, best_of
-from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import Placement
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
+
+Outcome = Plan | UserError
+"""The plan of a configuration, or the error that says why it has none."""
+
+
+def outcome_of(planner: Planner, config: PipelineConfig) -> Outcome:
+    """The outcome of a configuration that leaves at most its partition and its recomputation open."""
+    try:
+        return cut_plan(planner, config)
+    except (PartitionError, ScheduleError, DataError) as error:
+        return error
 
 
 def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
@@ -28,7 +39,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     leaves no room for. If nothing need be recomputed, the model is split without recomputation and with the leanest
     recomputation, and the better split is taken. Otherwise it is split for the leanest recomputation first, and then
     twice for the chosen recomputation.
-    Where memory is short, graphs that wait on the host are tried too.
+    Where memory is short, modes that need less are tried too.
     """
     is_auto = config.recompute == AUTO
     num_stages, _ = config.mesh
@@ -43,7 +54,9 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
             if lean == plan.settings.partition:
                 return plan
             other = planner.plan(settings.replace(partition=lean))
-            return best_of(other, plan, *([] if other.fits else _on_host(planner, settings, config.partition)))
+            return best_of(
+                other, plan, *([] if other.fits else _of_modes("leaner", planner, settings, config.partition))
+            )
     except PartitionError:
         pass
     plans = []
@@ -51,13 +64,18 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     for _ in range(2):
         settings = settings.replace(recompute=choose_recompute(planner, settings))
         plans.append(planner.plan(settings))
-        plans += _partly_on_host(plans[-1])
+        plans += _of_modes("instead", plans[-1])
         if config.is_cut_by_cost:
             try:
                 settings = settings.replace(partition=choose_partition(planner, settings, config.partition))
             except PartitionError:
                 break
-    return best_of(*plans, *_on_host(planner, settings, config.partition))
+    return best_of(*plans, *_of_modes("leaner", planner, settings, config.partition))
+
+
+def _of_modes(name: str, *args: Any) -> Iterator[Plan]:
+    """Yield the plans that modes offer in place of others."""
+    return (plan for of_mode in functions_of_modes("search", name) for plan in of_mode(*args))
 
 
 def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> DecidedConfig:
@@ -69,47 +87,6 @@ def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence
         except PartitionError as error:
             errors.append(error)
     raise min(errors, key=attrgetter("fullness"))
-
-
-def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
-    """Yield the plan whose graphs all wait on the host, where the link is fast enough and a split fits."""
-    settings = settings.replace(recompute="host")
-    if _carries(planner, settings, 0, planner.num_layers - settings.shares_last_layer):
-        with suppress(PartitionError):
-            yield planner.plan(settings.replace(partition=choose_partition(planner, settings, strategy)))
-
-
-def _partly_on_host(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan whose graphs wait on the host, in place of recomputation, on the stages whose link is fast enough
-    and whose process has room for the graphs that travel."""
-    planner, settings = plan.planner, plan.settings
-    entries = Recompute.parse(settings.recompute, settings.num_stages).entries
-    hosts = {
-        number
-        for number, start, stop in stages_of(settings.partition)
-        if entries[number] != "none" and _carries(planner, settings, start, stop)
-    }
-    while hosts:
-        chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
-        candidate = planner.plan(settings.replace(recompute=chosen))
-        yield candidate
-        limits, placement = map(planner.limit_of, range(len(candidate.memory))), candidate.timeline.schedule.placement
-        every = enumerate(zip(candidate.memory, limits, strict=True))
-        full = [process for process, (memory, most) in every if most and memory.total > most]
-        if hosts.isdisjoint(crowded := {stage for process in full for stage in placement.stages_of(process)}):
-            return
-        hosts -= crowded
-
-
-def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -> bool:
-    """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. False on a CPU, and
-    beside weights that visit."""
-    if not planner.device.is_asynchronous or settings.visits.offload_weights:
-        return False
-    sums = planner.sums(settings)
-    seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
-    travels = sums.copy_seconds(num_bytes, planner.num_copying(settings.num_processes), ways=2)
-    return travels < seconds.forward + seconds.backward
 
 
 def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
@@ -145,9 +122,9 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     ]
 
     def seconds(stage: int, start: int, stop: int) -> float:
-        beside, own = stages[stage].beside, sums.seconds(start, stop, stages[stage].inner)
+        more, own = stages[stage].share, sums.seconds(start, stop, stages[stage].inner)
         own_seconds = own.of_micro_batch(shares[stage])
-        return of_replica[stage] * (own_seconds + beside.forward_seconds + beside.backward_seconds)
+        return of_replica[stage] * (own_seconds + more.forward_seconds + more.backward_seconds)
 
     def flops(stage: int, start: int, stop: int) -> float:
         forwards = (1 + shares[stage]) * sums.forward_flops(start, stop)
@@ -156,8 +133,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     def parameters(_: int, start: int, stop: int) -> float:
         return sums.held(start, stop).num_bytes
 
-    # Weights that visit have a buffer for some stages; whether that fits, the plan says.
-    caps = [] if settings.visits.offload_weights else _caps(planner, placement)
+    caps = _caps(planner, placement)
     largest = max(caps, default=0.0)
 
     @cache  # by_cost asks for the same runs of layers again and again
@@ -169,7 +145,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
     dip_bytes = bound.dip_bytes() * (largest / min(caps) if caps else 1.0)
     try:
-        # A divided head is counted to the last stage, which has another layer as well.
+        # A layer that is shared counts to the last stage, which has another one as well.
         *sizes, last = by_cost(
             planner.num_layers - settings.shares_last_layer,
             settings.num_stages,

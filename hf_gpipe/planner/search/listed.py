@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.planner.layout import Layout
+from hf_gpipe.planner.layout import Layout, costs_of_table
 from hf_gpipe.planner.plan import Plan, best_of
-from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table, recompute_under
-from hf_gpipe.schedule.kinds import UPDATE, Held
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.zero_bubble import whole_backwards
@@ -36,6 +35,10 @@ _ENOUGH = 1.01
 _MOST_TRIES, _LESS = 3, 0.97
 
 
+#: The kinds that it lists.
+_LISTED = FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT, UPDATE
+
+
 def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     """The better of a plan and the plan with a table that is made for it, where the configuration allows such tables.
 
@@ -51,7 +54,8 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     placement = table.placement
     is_given = settings.placement is not None
     is_plain = placement.num_processes > 1 and placement.group_size == 1 and not (placement.has_replicas or is_given)
-    is_plain = is_plain and not table.has_turns and settings.visits.offload_weights is None
+    # Kinds of modes have no place in it, but for those in place of which it recomputes.
+    is_plain = is_plain and all(kind in _LISTED or kind.recompute is not None for kind in table.kinds)
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan
     if asked.recompute == AUTO:
@@ -156,9 +160,11 @@ def each_stage(seconds: object) -> Sequence[float]:
     return cast(Sequence[float], seconds)
 
 
-def with_table_file(plan: Plan, settings: DecidedConfig, table: Schedule) -> Plan:
-    """Plan these settings with a valid table, named `TABLE_FILE`, in place of the schedule."""
+def with_table_file(plan: Plan, settings: DecidedConfig, table: Schedule, made_by: str = AUTO) -> Plan:
+    """Plan these settings with a valid table, named `TABLE_FILE`, in place of the schedule; a schedule `made_by` in a
+    configuration lets the planner make the table."""
     planner = copy.copy(plan.planner)
+    planner.made_by = made_by
     planner.inputs = replace(planner.inputs, tables={TABLE_FILE: table})
     recompute = recompute_under(table, "block" if settings.recompute == "block" else "stage")
     return planner.plan(settings.replace(schedule=TABLE_FILE, recompute=recompute))

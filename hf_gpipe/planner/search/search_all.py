@@ -11,7 +11,7 @@ from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, can_run, first_micro_batches
 from hf_gpipe.planner.search.listed import with_table
-from hf_gpipe.planner.search.visiting import way_of
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -25,7 +25,7 @@ class SearchResult:
         fastest: the best plan of each mesh that fits, the fastest first. The first may have a table that was made for
             it.
         leanest: the plan that needs the least memory.
-        ways: the best plan of each way in which weights stay or visit, whether it fits or not.
+        ways: the best plan without the modes that move weights, and with each of them, whether it fits or not.
         num_tried: the number of plans that were tried.
         least: the division among the fewest ranks with which all weights fit the devices, if fewer do not suffice.
     """
@@ -38,7 +38,7 @@ class SearchResult:
 
 
 def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
-    """Search with the planner of each `tensor_parallel`, the smallest first, and merge the results.
+    """Search with the planner of each division of layers, the smallest first, and merge the results.
 
     Raises:
         PartitionError: there is no split at all. It is the first planner's error.
@@ -52,7 +52,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
     if not results:
         raise errors[0]
     fastest = sorted((plan for result in results for plan in result.fastest), key=_speed)
-    stay = [[plan for plan in result.fastest if plan.settings.visits.offload_weights is None] for result in results]
+    stay = [[plan for plan in result.fastest if not way_of(plan)] for result in results]
     least = min((plan.planner.division for own in stay for plan in own), default=None, key=attrgetter("num_ranks"))
     is_first = not errors and bool(stay[0])
     leanest = min((result.leanest for result in results), key=_leanness)
@@ -73,7 +73,7 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
     asked = [] if config.is_mesh_open else [config]
-    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.visits.offload_weights is None]
+    stay = [plan for plan in _first_of_each(_mesh_of, plans) if not way_of(plan)]
     for each in (*asked, *_lean(planner, stay)):
         try:
             plans += allowed_plans(planner, each)
@@ -86,6 +86,11 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
         fitting = _first_of_each(_mesh_of, [*made, *fitting], _speed)
     fitting = [*dropwhile(lambda plan: not can_run(plan), fitting)]
     return SearchResult(tuple(fitting), min(plans, key=_leanness), len(plans), ways=ways)
+
+
+def way_of(plan: Plan) -> str:
+    """Words for the mode that moves a plan's weights; empty: they stay on their devices."""
+    return next(filter(None, (way(plan) for way in functions_of_modes("search", "way"))), "")
 
 
 def _first_of_each(
@@ -109,7 +114,7 @@ def _leanness(plan: Plan) -> tuple[float, float]:
 
 
 def _mesh_of(plan: Plan) -> object:
-    return plan.timeline.schedule.placement, plan.settings.visits.offload_weights
+    return plan.timeline.schedule.placement, way_of(plan)
 
 
 def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
