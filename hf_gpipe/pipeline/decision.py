@@ -21,9 +21,8 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline.variant import Probe, Variant
-from hf_gpipe.planner.decide import Planning
+from hf_gpipe.planner.decide import Planning, compare_with_machines
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs, Workload
 from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.cutting import Cutting, cutters_of

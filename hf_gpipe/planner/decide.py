@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.job.facts import available_memory
-from hf_gpipe.job.world import World
+from hf_gpipe.errors import UserError
+from hf_gpipe.job.facts import RankFacts, available_memory
+from hf_gpipe.job.world import MeasuredLink, World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import measure_speeds, profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
+from hf_gpipe.planner.machines.links import cluster_of, measure, measure_machines, pairs_to_measure, steady
+from hf_gpipe.planner.machines.network import one_level
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
 from hf_gpipe.planner.of_model import each_chunk, planner_of
 from hf_gpipe.planner.plan import Plan, Planner
@@ -27,12 +30,12 @@ from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.registry import functions_of_modes
-from hf_gpipe.runtime.mesh import ranks_of_workers
+from hf_gpipe.runtime.mesh import Mesh, ranks_of_workers
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mesh import UNSHARED
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
-from hf_gpipe.text import seconds_text, size_text
+from hf_gpipe.text import bytes_text, seconds_text, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +222,79 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         untried(config, plan),
     ]
     return "; ".join(filter(None, words))
+
+
+# ---------------------------------------------------------------------- the machines that it is to run on
+
+#: The factor by which a link must be slower than the planner assumed to make the planner's times worthless.
+_MUCH_SLOWER = 2.0
+
+
+def compare_with_machines(planning: Planning, config: DecidedConfig, world: Mesh) -> list[str]:
+    """Check the memory that a plan needs, and measure its links. Every process calls it.
+
+    It does nothing where all processes are on one machine, unless the configuration asks for `measure_links`.
+
+    Returns:
+        A line for each pair of machines with an edge between them: the measured link, and the planner's.
+
+    Raises:
+        UserError: on every process: a machine has less free memory than its processes need. Where the configuration
+            gives `memory`, that counts as the free memory.
+    """
+    if not world.has_several_machines and not config.measure_links:
+        return []
+    peaks, assumed = world.from_main(lambda: _planned(planning, config), tuple[list[int], Level], takes_long=True)
+    if peaks and config.memory is None and (lacking := memory_problems(world.ranks, peaks)):
+        raise UserError("; ".join(lacking))
+    return [_line(link, assumed) for link in measure(world, pairs_to_measure(world.placement, world.hosts))]
+
+
+def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Level]:
+    """The bytes that each process needs, empty where no example of a mini-batch is given, and the assumed link."""
+    device = planning.device(config)
+    assumed = (cluster_of(planning.world, device.link) or one_level(device, 1)).levels[-1]
+    if planning.inputs.example is None:
+        return [], assumed
+    plan = planning.planner(config, decides=True).plan(config)
+    ranks = range(plan.planner.division.num_ranks)
+    return [process.memory.total for process in plan.processes for _ in ranks], assumed
+
+
+def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:
+    """A sentence for each machine that has too little free memory.
+
+    Args:
+        ranks: the facts of each process. On the CPU the processes of a machine share its memory.
+        peaks: bytes that each process needs at the peak of a step.
+    """
+    of_memory: dict[tuple[str, int | None], list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        of_memory.setdefault((facts.host, rank if facts.devices[0].is_gpu else None), []).append(rank)
+    problems = []
+    for (host, gpu), own in of_memory.items():
+        need, there = sum(peaks[rank] for rank in own), sum(device.free_bytes for device in ranks[own[0]].devices)
+        if gpu is None:
+            there = min(ranks[rank].devices[0].free_bytes for rank in own)
+        if need > there:
+            who = f"its processes ({', '.join(map(str, own))}) need" if gpu is None else f"process {gpu} needs"
+            has = f"{size_text(there)} are free" if gpu is None else f"its GPU has {size_text(there)} free"
+            problems.append(
+                f"machine {host}: {who} {size_text(need)} by the plan and {has}; end what else runs there, use more or "
+                "smaller stages, recompute more, or set pipeline.memory to what there is for each process"
+            )
+    return problems
+
+
+def _line(link: MeasuredLink, assumed: Level) -> str:
+    first, second = link.hosts
+    where = f"{first} - {second}" if first != second else f"inside {first}"
+    text = (
+        f"{where}, processes {link.ranks[0]} and {link.ranks[1]}: {bytes_text(link.bytes_per_second)}/s and "
+        f"{seconds_text(link.latency_seconds)} for a small message; the planner assumes "
+        f"{bytes_text(assumed.bytes_per_second)}/s and {seconds_text(assumed.latency_seconds)}"
+    )
+    if link.bytes_per_second * _MUCH_SLOWER < assumed.bytes_per_second:
+        rate = f"{link.bytes_per_second / 1e6:.0f}MB/s+{link.latency_seconds * 1e6:.0f}us"
+        text += f" (plan again with this link, for 2 machines of 4 devices: --devices 2x4@{rate},25GB/s)"
+    return text

@@ -1,24 +1,29 @@
-"""Configurations laid out over processes: the table that they run, and the seconds of its actions and messages."""
+"""Configurations laid out over processes: their table, the seconds of its actions and messages, and those before it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.planner.costs.model_costs import Seconds
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
 from hf_gpipe.planner.costs.stage_costs import Share, StageCosts, StageLayers
+from hf_gpipe.planner.machines.network import Network
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs, sent_share
 from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import LONGEST_WINDOW, Costs, Schedule, build, has_windows, recompute_under, with_modes
+from hf_gpipe.schedule import LONGEST_WINDOW, Costs, Schedule, build, has_windows, recompute_under, simulate, with_modes
 from hf_gpipe.schedule.kinds import RECOMPUTE
 from hf_gpipe.schedule.updates import updates_beside, with_updates_last
 from hf_gpipe.settings.pipeline import DecidedConfig
+
+#: Bytes of a logit, which every process gets in float32.
+_LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -201,3 +206,57 @@ def _update_seconds(layout: Layout, owned: Parameters) -> float:
     # Gradients are read for their norm and for the update; weights and state are read and written.
     moved = 4 * owned.trainable_bytes + 2 * layout.inputs.own_state_bytes(owned, costs.dtype)
     return moved / layout.processes.device.memory_rate
+
+
+class Before(NamedTuple):
+    """The seconds before the table of a step."""
+
+    forwards: float = 0.0
+    """Of forwards of all rows, such as a reference model's."""
+    generation: float = 0.0
+    """In which tokens are generated one after another."""
+
+
+def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, int], ModelCosts] | None) -> Before:
+    """Compute the seconds of what runs before the table of a step.
+
+    Args:
+        layout: the configuration.
+        num_forwards: how often all forwards run.
+        of_tokens: rows and their tokens -> the costs of the model's layers; None: nothing is generated.
+    """
+    forwards, table, inputs = 0.0, layout.table, layout.inputs
+    if num_forwards:
+        number = table.num_micro_batches // table.num_steps
+        only = build("forward_only", table.num_stages, number, table.placement, is_checked=False)
+        only = completed(only, layout.settings, inputs)
+        forwards = num_forwards * float(simulate(only, costs_of_table(replace(layout, table=only))).total_seconds)
+    if of_tokens is None:
+        return Before(forwards)
+    # What each token reads of the keys and values before it is left out, as is the search among the logits.
+    first = _seconds_of_token(layout, of_tokens, max(inputs.mini_batch().target_tokens - inputs.new_tokens, 1))
+    others = max(inputs.new_tokens - 1, 0) * _seconds_of_token(layout, of_tokens, 1)
+    return Before(forwards, inputs.accumulation * (first + others))
+
+
+def _seconds_of_token(layout: Layout, of_tokens: Callable[[int, int], ModelCosts], tokens: int) -> float:
+    """The seconds in which a pipeline generates a token from so many, where the stages run one after another."""
+    placement, processes, inputs = layout.table.placement, layout.processes, layout.inputs
+    # The costs of one replica of the pipeline.
+    rows = -(-inputs.mini_batch().rows // min(placement.replicas))
+    sums = StageCosts(of_tokens(rows, tokens), processes.device)
+    own = sum(
+        sums.seconds(*stage.run, "none").forward_only / speed
+        for stage, speed in zip(layout.stages, processes.speeds_of(placement), strict=True)
+    )
+    sent = [float(sums.costs.layers[stage.start].input_bytes) for stage in layout.stages[1:]]
+    # The logits of a token travel back to every process.
+    back = [float(_LOGIT_BYTES * rows * inputs.vocabulary)] * len(sent)
+    network = processes.network(placement)
+    return own + sum(_each(network, sent)) + max(_each(network, back), default=0.0)
+
+
+def _each(network: Network, sizes: Sequence[float]) -> list[float]:
+    """The seconds of a message over the slowest link of each boundary."""
+    seconds = network.transfer_seconds(sizes)
+    return [max(own for edge, own in seconds.items() if edge[0] == boundary) for boundary in range(len(sizes))]

@@ -14,13 +14,11 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.before import Before, before_table
 from hf_gpipe.planner.costs.model_costs import ModelCosts, typical
 from hf_gpipe.planner.costs.stage_costs import NOTHING, Share, StageCosts, StageLayers
-from hf_gpipe.planner.layout import Layout, costs_of_table, table_of
+from hf_gpipe.planner.layout import Before, Layout, before_table, costs_of_table, table_of
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.planner.machines.libraries import library_bytes
-from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
+from hf_gpipe.planner.machines.processes import MemoryLimit, Processes, library_bytes
 from hf_gpipe.planner.memory import HostMemory, MemoryEstimate, estimate_memory, host_memory
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.registry import functions_of_modes

@@ -25,9 +25,9 @@ from hf_gpipe.job.network import check_main_address
 from hf_gpipe.job.world import MeasuredLink, World
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner.decide import memory_problems
 from hf_gpipe.planner.machines import links
 from hf_gpipe.planner.machines.links import cluster_of, pairs_to_measure
-from hf_gpipe.planner.preflight import memory_problems
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.schedule import Placement
 from hf_gpipe.settings.mode import AUTO

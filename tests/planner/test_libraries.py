@@ -7,8 +7,7 @@ import pytest
 from hf_gpipe.modes.divided_head.table import head_communicators
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
-from hf_gpipe.planner.machines.libraries import library_bytes
-from hf_gpipe.planner.machines.processes import Processes
+from hf_gpipe.planner.machines.processes import Processes, library_bytes
 from hf_gpipe.schedule import Placement
 from hf_gpipe.settings.division import Division
 

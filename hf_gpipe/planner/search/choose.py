@@ -99,7 +99,6 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans with named schedules that a configuration allows and that are worth a try, at least one. Raises the
     errors of `best_plan`."""
     outcomes: list[Outcome] = []
-    errors: list[UserError] = []
     ways = [(planner, config)]
     for decided in reversed(functions_of_modes("search", "ways")):
         ways = [way for asked in ways for way in decided(*asked)]
@@ -107,10 +106,10 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
         try:
             outcomes += _Search(*asked).outcomes()
         except UserError as error:
-            errors.append(error)
+            outcomes.append(error)
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
-        raise min([outcome for outcome in outcomes if not isinstance(outcome, Plan)] or errors[:1], key=_sort_key)
+        raise min((outcome for outcome in outcomes if isinstance(outcome, UserError)), key=_sort_key)
     return plans
 
 
