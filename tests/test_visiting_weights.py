@@ -318,13 +318,21 @@ def test_what_autocast_makes_of_the_weights_leaves_with_them(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("visitors", "schedule"), [("frozen", "breadth_first"), ("all", "breadth_first"), ("all", "round_robin")]
+    ("visitors", "schedule", "resident"),
+    [
+        ("frozen", "breadth_first", 0),
+        ("all", "breadth_first", 0),
+        ("all", "round_robin", 0),
+        ("frozen", "breadth_first", 2),
+        ("all", "breadth_first", 2),
+    ],
 )
-def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str, schedule: str) -> None:
+def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str, schedule: str, resident: int) -> None:
+    """Stages that stay on the device were planned as if their weights visited it."""
     config = with_layers(6)
     batch = padded_batch(config)
     options: dict[str, Any] = {"example": batch, "optim": "adamw_torch", "offload_weights": visitors}
-    options["schedule"] = schedule
+    options |= {"schedule": schedule, "resident_stages": resident}
     if visitors == "all":
         pipe = Pipeline(plain_model(config), 8, 3, attn_implementation="eager", **options)
     else:
@@ -342,11 +350,14 @@ def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str, sc
     every = sum(p.nbytes for p in visits_of(pipe)[0].parameters)
     (host,) = plan.hosted_bytes
     assert host == every * (1 if visitors == "frozen" else 4)
-    assert process.memory.optimizer == 2 * sum(p.nbytes for p in parameters if p.requires_grad) * (visitors == "frozen")
-    if visitors == "all":  # a stage's gradients are there until its D
+    trained = [p for p in parameters if p.requires_grad and p not in visits_of(pipe)[0].parameters]
+    assert process.memory.optimizer == 2 * sum(p.nbytes for p in trained)
+    if visitors == "all" and not resident:  # a stage's gradients are there until its D
         assert process.memory.gradients < sum(hosted) / 2
     loads = [span for span in plan.timeline.spans if span.action.kind == LOAD]
-    assert {span.action.stage: span.busy > 0 for span in loads} == dict.fromkeys(range(8), True)
+    visiting = sorted(visits_of(pipe)[0].hosted_bytes)
+    assert len(visiting) == 8 - resident
+    assert {span.action.stage: span.busy > 0 for span in loads} == dict.fromkeys(visiting, True)
     assert "weights that visit" in report(plan)
 
 

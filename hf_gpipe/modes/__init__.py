@@ -24,7 +24,7 @@ mode has those that it needs:
              resident(layout, process, stages, there) -> what stays on the device, of what would be there
              old_versions(table, stage, process) -> the old versions of its weights that a stage keeps
              on_host(layout, timeline) -> {words: bytes in CPU memory of each process}
-             host_update_seconds(layout, weights) -> the seconds in which the host updates weights; None: a device does
+             host_update_seconds(layout, stage, weights) -> the seconds of an update by the host; None: a device does it
              links(table) -> connections between processes, beside those between stages
              divided(costs, device, K) -> the costs where stages share the last layer, and the part of each
              shares(costs of another model, K) -> the share that this model adds to each stage

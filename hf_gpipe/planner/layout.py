@@ -72,10 +72,11 @@ class Layout:
         """The old versions of its weights that a stage keeps beside the newest; without a process, the most of any."""
         return sum(own(self.table, stage, process) for own in functions_of_modes("cost", "old_versions"))
 
-    def host_update_seconds(self, owned: Parameters) -> float | None:
-        """The seconds in which the host updates these parameters, while all devices do so; None: a device does."""
+    def host_update_seconds(self, number: int) -> float | None:
+        """The seconds in which the host updates a stage, while it does so for all devices; None: a device does."""
+        owned = self.sums.owned(*self.stages[number].run)
         for of_mode in functions_of_modes("cost", "host_update_seconds"):
-            if (seconds := of_mode(self, owned)) is not None:
+            if (seconds := of_mode(self, number, owned)) is not None:
                 return float(seconds)
         if not self.inputs.offload_optimizer:
             return None
@@ -148,7 +149,7 @@ def costs_of_table(layout: Layout) -> Costs:
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         owned = sums.owned(*stage.run)
-        seconds = _update_seconds(layout, owned) / speeds[number]
+        seconds = _update_seconds(layout, number, owned) / speeds[number]
         if (shares := layout.settings.shared_updates.among(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
@@ -196,10 +197,10 @@ def costs_of_table(layout: Layout) -> Costs:
     )
 
 
-def _update_seconds(layout: Layout, owned: Parameters) -> float:
-    """The seconds of the optimizer's update of these parameters."""
+def _update_seconds(layout: Layout, number: int, owned: Parameters) -> float:
+    """The seconds of the optimizer's update of a stage."""
     costs = layout.sums.costs
-    if (seconds := layout.host_update_seconds(owned)) is not None:
+    if (seconds := layout.host_update_seconds(number)) is not None:
         return seconds
     if costs.update_seconds_per_parameter is not None:
         return costs.update_seconds_per_parameter * owned.trainable_count

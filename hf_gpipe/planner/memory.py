@@ -71,7 +71,7 @@ class Resident(NamedTuple):
     """The part of the weights that has gradients in its memory."""
     state: float
     amounts: Mapping[int, Amounts] = MappingProxyType({})
-    """What each stage adds for a while beside `StageCosts.amounts`."""
+    """The bytes that each stage adds for a while beside `StageCosts.amounts`."""
 
 
 def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Sequence[int]) -> MemoryEstimate:

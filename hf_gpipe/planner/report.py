@@ -313,7 +313,7 @@ def search_report(result: SearchResult, recipe: PipelineConfig, width: int | Non
 
 
 def untried(config: PipelineConfig | None, *plans: Plan) -> str:
-    """What modes have not tried for some plans, in words. Without a configuration everything was left open."""
+    """Say what modes have not tried for some plans. Without a configuration everything was left open."""
     return "; ".join(filter(None, (of_mode(config, plans) for of_mode in functions_of_modes("search", "untried"))))
 
 

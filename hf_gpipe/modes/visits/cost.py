@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.modes.visits.visit import DROP, LOAD
-from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.memory import Resident
 from hf_gpipe.planner.parameters import Parameters
@@ -15,17 +14,25 @@ from hf_gpipe.schedule.kinds import ActionKind, Held
 from hf_gpipe.schedule.occupancy import Amounts
 
 
-def visiting(layout: Layout, stage: StageLayers) -> Parameters:
+def stays(layout: Layout, number: int) -> bool:
+    """Whether the weights of a stage stay on its device, while those of other stages visit."""
+    return layout.table.num_actions(number, LOAD) == 0
+
+
+def visiting(layout: Layout, number: int) -> Parameters:
     """The size of the weights of a stage that visit its device: frozen weights, or all weights that no other layer
-    uses; all weights of a shared stage."""
-    sums, visitors = layout.sums, layout.settings.visits.offload_weights
-    held = sums.held(*stage.run)
+    uses; all weights of a shared stage. Where some stages stay, weights that layers share stay too."""
+    sums, visits, run = layout.sums, layout.settings.visits, layout.stages[number].run
+    if stays(layout, number):
+        return Parameters()
+    held, alone = sums.held(*run), sums.unshared(*run)
     if layout.table.placement.is_shared:
         return held
-    trained = sums.unshared(*stage.run) if visitors == "all" else Parameters()
+    frozen = alone if visits.resident_stages else held
+    trained = alone if visits.offload_weights == "all" else Parameters()
     return Parameters(
-        held.count - held.trainable_count + trained.trainable_count,
-        held.num_bytes - held.trainable_bytes + trained.trainable_bytes,
+        frozen.count - frozen.trainable_count + trained.trainable_count,
+        frozen.num_bytes - frozen.trainable_bytes + trained.trainable_bytes,
         trained.trainable_count,
         trained.trainable_bytes,
         trained.exact_count,
@@ -33,24 +40,27 @@ def visiting(layout: Layout, stage: StageLayers) -> Parameters:
 
 
 def resident(layout: Layout, process: int, own: Sequence[int], there: Resident) -> Resident:
-    """What stays on the device: the weights that do not visit, and a buffer for each stage that is there at once."""
+    """The weights that do not visit, which stay on the device, and a buffer for each stage that is there at once."""
     if layout.settings.visits.offload_weights is None:
         return there
     sums, is_shared = layout.sums, layout.table.placement.is_shared
-    sizes = {number: visiting(layout, layout.stages[number]) for number in own}
+    known = {n: sums.bytes_of(layout.stages[n], converts_once=layout.converts_once) for n in own}
+    coming = {n: visiting(layout, n) for n in own if not stays(layout, n)}
     # Nothing of shared stages stays on the device, not even tied weights.
-    trained = 0 if is_shared else there.trained - sum(size.trainable_bytes for size in sizes.values())
-    num_buffers = min(most_loaded(layout.table)[process], len(own))
-    largest = max(
-        size.num_bytes + sums.bytes_of(layout.stages[number], converts_once=layout.converts_once).converted
-        for number, size in sizes.items()
-    )
-    owned = {number: sums.owned(*layout.stages[number].run) for number in own}
-    state = 0.0 if is_shared else sum(layout.state_bytes(number, owned[number] - sizes[number]) for number in own)
-    coming: dict[int, Amounts] = {
-        n: {Held.LEAVING_GRADIENTS: {"gradients": size.trainable_bytes}} for n, size in sizes.items()
+    trained = 0 if is_shared else there.trained - sum(size.trainable_bytes for size in coming.values())
+    # A frozen weight that several stages share comes with each of them.
+    frozen = there.weights - there.trained - sum(of_stage.converted for of_stage in known.values())
+    frozen -= sum(size.num_bytes - size.trainable_bytes for size in coming.values())
+    weights = trained + max(frozen, 0) + sum(known[n].converted for n in own if n not in coming)
+    if coming:
+        num_buffers = min(most_loaded(layout.table)[process], len(coming))
+        weights += num_buffers * max(size.num_bytes + known[n].converted for n, size in coming.items())
+    owned = {n: known[n].owned - coming.get(n, Parameters()) for n in own}
+    state = 0.0 if is_shared else sum(layout.state_bytes(n, size) for n, size in owned.items())
+    amounts: dict[int, Amounts] = {
+        n: {Held.LEAVING_GRADIENTS: {"gradients": size.trainable_bytes}} for n, size in coming.items()
     }
-    return Resident(trained + num_buffers * largest, trained, state, coming)
+    return Resident(weights, trained, state, amounts)
 
 
 def on_host(layout: Layout, timeline: Timeline) -> Mapping[str, Sequence[int]]:
@@ -60,8 +70,8 @@ def on_host(layout: Layout, timeline: Timeline) -> Mapping[str, Sequence[int]]:
         return {}
     sums, placement = layout.sums, layout.table.placement
     sizes = [0] * placement.num_processes
-    for stage, workers in zip(layout.stages, placement.workers, strict=True):
-        size = sums.owned(*stage.run) if placement.is_shared else visiting(layout, stage)
+    for number, (stage, workers) in enumerate(zip(layout.stages, placement.workers, strict=True)):
+        size = sums.owned(*stage.run) if placement.is_shared else visiting(layout, number)
         state = layout.inputs.state_bytes(size, sums.costs.dtype)
         for worker in workers:
             sizes[worker] += round(size.num_bytes + size.trainable_bytes + state)
@@ -73,16 +83,16 @@ def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
     if layout.settings.visits.offload_weights is None:
         return {}
     sums, count = layout.sums, layout.num_updating
-    sizes = [visiting(layout, stage) for stage in layout.stages]
+    sizes = [visiting(layout, number) for number in range(len(layout.stages))]
     return {
         LOAD: [sums.copy_seconds(size.num_bytes, count) for size in sizes],
         DROP: [sums.copy_seconds(size.trainable_bytes, count) for size in sizes],
     }
 
 
-def host_update_seconds(layout: Layout, owned: Parameters) -> float | None:
+def host_update_seconds(layout: Layout, number: int, owned: Parameters) -> float | None:
     """The seconds of an update where all weights visit: gradients and weights travel in their visits."""
-    if layout.settings.visits.offload_weights != "all":
+    if layout.settings.visits.offload_weights != "all" or stays(layout, number):
         return None
     # The norm is of the gradients that come, which become master weights' gradients; these become the weights.
     inputs = layout.inputs

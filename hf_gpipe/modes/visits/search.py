@@ -102,7 +102,7 @@ def outcomes(planner: Planner, asked: PipelineConfig, counts: Sequence[int]) -> 
         return None
     found: list[Outcome] = []
     for config in visiting_ways(planner, asked, counts):
-        # A stage has memory while it is there alone; whether that fits, the plan says.
+        # Stages are on their device in turn; whether they fit, the plan says.
         outcome = outcome_of(planner.within(None), config)
         if isinstance(outcome, Plan):
             outcome = with_dealt_table(replace(outcome, planner=planner), asked)

@@ -37,7 +37,7 @@ from hf_gpipe.schedule.occupancy import Amounts
 
 
 class Share(NamedTuple):
-    """What a model beside the trained one adds to a stage, for one micro-batch. That model runs in F alone, and its
+    """The share of a stage in a model beside the trained one, for one micro-batch. That model runs in F alone, and its
     weights are always there."""
 
     held_bytes: float = 0

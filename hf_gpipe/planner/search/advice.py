@@ -1,5 +1,4 @@
-"""What limits a plan, and the one change that helps most, in the words of a recipe; a run that is out of memory says it
-too."""
+"""Advice for a plan and for a run that is out of memory: what limits it, and the change of a recipe that helps most."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def why_waiting(plan: Plan) -> str:
 
 
 def _first_cause(shorter: Mapping[str, float], limit: float) -> str:
-    """What makes a step so much shorter where it takes no time; empty where nothing does."""
+    """The first cause that makes a step so much shorter where it takes no time; empty where none does."""
     least = min(shorter, key=lambda what: shorter[what])
     return least if shorter[least] < limit else ""
 
@@ -91,7 +90,7 @@ def _shorter(plan: Plan) -> dict[str, float]:
     layout, table = plan.layout, plan.timeline.schedule
     costs = costs_of_table(layout)
     others: dict[str, Any] = {**(costs.others or {})}
-    is_on_host = layout.host_update_seconds(layout.sums.costs.total) is not None
+    is_on_host = any(layout.host_update_seconds(number) is not None for number in range(table.num_stages))
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
         **{
