@@ -279,11 +279,15 @@ def test_the_experts_of_a_mixture_visit_alone(family: str) -> None:
     model = model_of(family)
     batch = clone.padded_batch(model)
     plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
-    pipe = pipeline(model, offload_weights="experts")
+    pipe = pipeline(model, offload_weights="experts", example=batch, optim="adamw_torch")
     names = {name for name, parameter in pipe.named_parameters() if parameter in visits_of(pipe)[0].parameters}
     assert names
     assert all(".experts." in name and "lora" not in name for name in names)
     assert len(names) == sum(".experts." in n and not p.requires_grad for n, p in pipe.named_parameters())
+    (process,), hosted = pipe.plan().processes, visits_of(pipe)[0].hosted_bytes.values()
+    stays = sum(p.nbytes for name, p in pipe.named_parameters() if name not in names)
+    assert process.memory.parameters == pytest.approx(stays + 2 * max(hosted), rel=0.1)
+    assert pipe.plan().hosted_bytes == [sum(p.nbytes for name, p in pipe.named_parameters() if name in names)]
     assert_same(run_pipeline(pipe, batch), plain)
 
 

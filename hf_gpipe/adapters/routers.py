@@ -131,3 +131,8 @@ def complete(module: nn.Module, port: RouterPort) -> None:
         return output
 
     intercept(module, after=after)
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter is of the experts of a mixture, by its Hugging Face name; shared experts are none."""
+    return "experts" in name.split(".")

@@ -151,6 +151,27 @@ def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
     assert "offload_weights=all, breadth_first" in found
 
 
+def test_as_many_stages_stay_as_fit() -> None:
+    costs = blocks(12, weights=100 * MIB, flops=4)
+    asked = settings((1,) * 12, schedule="breadth_first", recompute="stage", offload_weights="all", num_processes=1)
+    roomy = with_host(planner(costs, memory_bytes=1 << 40), SLOW)
+    given = {count: roomy.plan(asked.replace(resident_stages=count)) for count in (0, 3, 6, 9)}
+    seconds = [float(plan.step_seconds) for plan in given.values()]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 2 * seconds[-1]
+    needs = [plan.peak_bytes for plan in given.values()]
+    assert needs == sorted(needs)
+    config = asked.reopened(resident_stages="auto")
+    assert best_plan(roomy, config).settings.resident_stages == 9
+    tight = best_plan(roomy.within(needs[2]), config)
+    assert tight.settings.resident_stages == 6
+    assert "pipeline.resident_stages=6" in overrides(tight, config)
+    assert best_plan(roomy.within(needs[0] - MIB), config).settings.resident_stages == 0
+    # Where it is open which weights visit, the number that stays is open too.
+    free = with_host(planner(costs, rows=8, memory_bytes=1000 * MIB), SLOW)
+    assert best_plan(free, PipelineConfig(num_stages=12).with_auto(1)).settings.resident_stages > 0
+
+
 def test_which_weights_may_visit() -> None:
     """Of dealt stages they do on a CPU too. Of a model with a BatchNorm, one row would be too few to ask for them."""
     made = planner(blocks(8))

@@ -20,8 +20,8 @@ def stays(layout: Layout, number: int) -> bool:
 
 
 def visiting(layout: Layout, number: int) -> Parameters:
-    """The size of the weights of a stage that visit its device: frozen weights, or all weights that no other layer
-    uses; all weights of a shared stage. Where some stages stay, weights that layers share stay too."""
+    """The size of the weights of a stage that visit its device: frozen weights, frozen experts, or all weights that no
+    other layer uses; all weights of a shared stage. Where some stages stay, weights that layers share stay too."""
     sums, visits, run = layout.sums, layout.settings.visits, layout.stages[number].run
     if stays(layout, number):
         return Parameters()
@@ -29,6 +29,8 @@ def visiting(layout: Layout, number: int) -> Parameters:
     if layout.table.placement.is_shared:
         return held
     frozen = alone if visits.resident_stages else held
+    if visits.offload_weights == "experts":
+        frozen = sums.experts(*run)
     trained = alone if visits.offload_weights == "all" else Parameters()
     return Parameters(
         frozen.count - frozen.trainable_count + trained.trainable_count,

@@ -31,10 +31,11 @@ class Visits(Mode):
     all, deals the stages to the processes of a machine. On the CPU frozen weights stay in the checkpoint's files. auto:
     the planner chooses, also whether any weights visit. null: all weights stay on their devices."""
 
-    resident_stages: Annotated[int, Field(ge=0)] = 0
+    resident_stages: Annotated[int, Field(ge=0)] | Auto = 0
     """The number of stages of each device whose weights stay on it while those of the others visit; at least three
     stages of a device visit. Each stage that stays saves the copies of its weights in every step, and with them also
-    weights stay that several stages share."""
+    weights stay that several stages share. auto: as many as fit, if that makes steps shorter; with `offload_weights:
+    auto` the planner chooses too."""
 
     offload_pinned: Annotated[bool, RUN] = True
     """Whether the CPU memory of weights that visit a GPU is pinned. false: it is pageable, for machines that forbid or
@@ -45,11 +46,15 @@ class Visits(Mode):
         if self.offload_weights is None:
             names = "resident_stages", "offload_pinned"
             refuse_given(self, names, "offload_weights is null; say which weights visit")
-        if self.offload_weights == AUTO and is_table_file(keys["schedule"]):
-            raise UserError(
-                f"offload_weights is auto and schedule is {keys['schedule']}, a table; give the weights that visit "
-                "under it, or leave offload_weights out."
-            )
+        for name, what in (
+            ("offload_weights", "weights that visit"),
+            ("resident_stages", "number of stages that stay"),
+        ):
+            if keys[name] == AUTO and is_table_file(keys["schedule"]):
+                raise UserError(
+                    f"{name} is auto and schedule is {keys['schedule']}, a table; give the {what} under it, or leave "
+                    f"{name} out."
+                )
 
     def plain(self, keys: Keys) -> dict[str, Any]:
         # The planner chooses nothing beside weights that visit, unless it chooses them too.
@@ -67,6 +72,7 @@ class DecidedVisits(Visits):
     """Weights that visit, and are known."""
 
     offload_weights: Visitors | None = None
+    resident_stages: Annotated[int, Field(ge=0)] = 0
 
 
 class SharedStages(Mode):
@@ -83,7 +89,7 @@ class SharedStages(Mode):
     def check(self, keys: Keys) -> None:
         if self.is_on(keys):
             self.check_visits(keys)
-            if keys["resident_stages"]:
+            if keys["resident_stages"] not in (0, AUTO):
                 raise UserError(
                     f"schedule is {keys['schedule']} and resident_stages is {keys['resident_stages']}: no stage has a "
                     "device of its own; leave resident_stages out, or use breadth_first."

@@ -90,9 +90,10 @@ def ways(planner: Planner, config: PipelineConfig) -> Iterator[tuple[Planner, Pi
     if config.visits.offload_weights != AUTO:
         yield planner, config
         return
-    # All weights of dealt stages visit.
+    # All weights of shared stages visit.
     for visitors in ("all",) if config.schedule == ROUND_ROBIN else (None, *open_visitors(planner)):
-        yield planner, config.replace(offload_weights=visitors)
+        stay = 0 if visitors is None else config.visits.resident_stages or AUTO
+        yield planner, config.replace(offload_weights=visitors, resident_stages=stay)
 
 
 def outcomes(planner: Planner, asked: PipelineConfig, counts: Sequence[int]) -> list[Outcome] | None:
@@ -107,7 +108,25 @@ def outcomes(planner: Planner, asked: PipelineConfig, counts: Sequence[int]) -> 
         if isinstance(outcome, Plan):
             outcome = with_dealt_table(replace(outcome, planner=planner), asked)
         found.append(outcome)
-    return found
+    plans = [outcome for outcome in found if isinstance(outcome, Plan)]
+    return [*found, with_stages_that_stay(best_of(*plans))] if plans and asked.visits.resident_stages == AUTO else found
+
+
+def with_stages_that_stay(plan: Plan) -> Plan:
+    """The plan with as many stages that stay on their device as fit, if it is better: each of them saves copies."""
+    best, settings, placement = plan, plan.settings, plan.timeline.schedule.placement
+    # At least three visit.
+    least, most = 0, min(len(placement.stages_of(worker)) for worker in range(placement.num_processes)) - 3
+    if placement.is_shared or not plan.fits:
+        return plan
+    while least < most:
+        count = (least + most + 1) // 2
+        found = plan.planner.plan(settings.replace(resident_stages=count))
+        if found.fits:
+            best, least = best_of(best, found), count
+        else:
+            most = count - 1
+    return best
 
 
 def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> Iterator[PipelineConfig]:
@@ -150,6 +169,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
                     num_micro_batches=count,
                     schedule=schedule,
                     recompute="stage" if config.recompute == AUTO else config.recompute,
+                    resident_stages=0 if config.visits.resident_stages == AUTO else config.visits.resident_stages,
                 )
     if not is_possible:
         raise UserError(

@@ -21,14 +21,12 @@ import torch
 from torch import nn
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.routers import is_of_expert
 from hf_gpipe.errors import UserError
 from hf_gpipe.modes.visits.files import mapped_weights
 from hf_gpipe.modes.visits.shared_memory import SharedMemory
 from hf_gpipe.runtime.memory import ALIGNMENT, aligned
 from hf_gpipe.settings.mode import Visitors
-
-#: The module of the experts in the names of their parameters, as transformers has it.
-EXPERTS = "experts"
 
 
 @dataclass(eq=False)
@@ -358,7 +356,7 @@ def keep(model: StageModel) -> None:
 def _visiting(model: StageModel, visitors: Visitors, *, keeps_shared: bool) -> dict[nn.Parameter, None]:
     """The parameters of a stage that visit, in order."""
     shared = {id(model.parameters[name]) for name in model.shared_names}
-    experts = {id(parameter) for name, parameter in model.parameters.items() if EXPERTS in name.split(".")}
+    experts = {id(parameter) for name, parameter in model.parameters.items() if is_of_expert(name)}
 
     def visits(parameter: nn.Parameter) -> bool:
         if parameter.requires_grad:

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.quantised import size_of_quantised
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
+from hf_gpipe.adapters.routers import is_of_expert
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
 from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
@@ -56,6 +57,7 @@ class ModelLayers:
         sizes: the size of each parameter, by Hugging Face name; a tied parameter has its source's name.
         own: the total size of the parameters that no other layer uses, for each layer.
         shared: the names of the parameters that other layers use too, for each layer.
+        experts: the part of `own` that is of the experts of a mixture.
         buffer_bytes: the bytes of the buffers of each layer.
         classes: the class of each layer: what it is made of; equal for layers that are alike.
     """
@@ -81,6 +83,7 @@ class ModelLayers:
         self.sizes = {name: size_of(parameters[name], is_embedding=name in embedded) for name in users}
         self.own = [sum((self.sizes[n] for n in names if users[n] == 1), start=Parameters()) for names in used]
         self.shared = [tuple(sorted(n for n in names if users[n] > 1)) for names in used]
+        self.experts = [sum((self.sizes[n] for n in names if is_of_expert(n)), start=Parameters()) for names in used]
         self.buffer_bytes = [0] * len(adapter.layers)
         for name, buffer in model.named_buffers():
             self.buffer_bytes[adapter.layer_of(name)] += buffer.nbytes
@@ -170,6 +173,7 @@ class LayerTracer:
                     kind=layer.kind,
                     stack=layer.stack,
                     parameters=layers.own[index],
+                    experts=layers.experts[index],
                     shared=tuple(SharedParameter(n, layers.sizes[n], owner[n]) for n in layers.shared[index]),
                     buffer_bytes=layers.buffer_bytes[index],
                     input_bytes=sum(sizes.values()),

@@ -135,6 +135,7 @@ class Operations(NamedTuple):
 
 
 NO_OPERATIONS = Operations()
+_NO_PARAMETERS = Parameters()
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ class LayerCost:
     """The layer's graph where nothing is recomputed inside of the stage."""
     block: GraphCost
     """The layer's graph where each block is recomputed."""
+    experts: Parameters = _NO_PARAMETERS
+    """The part of `parameters` that is of the experts of a mixture."""
     outside: Operations = NO_OPERATIONS
     """The operations of a stage before its layers, for masks and positions."""
     weight_flops: int = 0

@@ -164,6 +164,7 @@ class StageCosts:
         self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
         self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
         self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
+        self._experts = list(accumulate((layer.experts for layer in layers), initial=Parameters()))
         self._shared = _users(layers)
         # A head that makes its logits in chunks adds to the gradient at once.
         adds_up = [layer.kind == "head" and not costs.whole_logits for layer in layers]
@@ -197,6 +198,10 @@ class StageCosts:
     def unshared(self, start: int, stop: int) -> Parameters:
         """The parameters of some layers that no other layer uses."""
         return self._own[stop] - self._own[start]
+
+    def experts(self, start: int, stop: int) -> Parameters:
+        """The parameters of experts in some layers."""
+        return self._experts[stop] - self._experts[start]
 
     def copy_seconds(self, num_bytes: float, num_devices: int = 1, ways: int = 1) -> float:
         """The seconds in which `num_bytes` come from a host of `num_devices`. With 2 ways, as many bytes go to the host
