@@ -112,6 +112,12 @@ MENDED = {
     "a linear layer without inputs, under a split backward": Case(
         1, 1, "gemma3_text", {"intermediate_size": 0}, schedule="zb_h2"
     ),
+    "compiled blocks that run again, to which the search gave contexts that torch does not compile": Case(
+        1, 1, "bitnet", num_stages=1, recompute="block", rows=(1,), modes=("compiled",)
+    ),
+    "a teacher that was to be made from the configuration of the text part": Case(
+        1, 1, "emu3", num_stages=1, rows=(1,), modes=("teacher",)
+    ),
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.errors import UnsupportedModelError
@@ -86,3 +87,16 @@ HEADLESS = AutoClass(
     _flat(auto.MODEL_MAPPING_NAMES) - _flat(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "bert, xlm-roberta or qwen3",
 )
+
+
+def text_part_named_by(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The language model that a configuration names and AutoModelForCausalLM does not find; None: it is another model.
+
+    AutoModelForCausalLM makes Emu3's text part from the configuration of the whole Emu3. A checkpoint of this part has
+    the configuration of the part, from which the auto class makes nothing.
+    """
+    name = (config.architectures or [""])[0]
+    if type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or not name.endswith("ForCausalLM"):
+        return None
+    named = getattr(transformers, name, None)
+    return named if getattr(named, "config_class", None) is type(config) else None

@@ -20,6 +20,7 @@ from hf_gpipe.adapters.auto_classes import (
     IMAGE_CLASSIFICATION,
     SEQUENCE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
+    text_part_named_by,
 )
 from hf_gpipe.adapters.chain import Chain, is_chain
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
@@ -167,7 +168,7 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     if model_class is None:
         # A path alone stands for a language model: some of their checkpoints name the class without a head.
         model_class = SEQUENCE_CLASSIFICATION.named_by(config) or TOKEN_CLASSIFICATION.named_by(config)
-        model_class = model_class or (HEADLESS.named_by(config) if names_class else None)
+        model_class = model_class or (HEADLESS.named_by(config) if names_class else None) or text_part_named_by(config)
     make = partial(
         adapter_for,
         dtype=weights,

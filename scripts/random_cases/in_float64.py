@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -34,9 +33,18 @@ class InFloat64(TorchFunctionMode):
 _CONVERSIONS = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.float}
 
 
+def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Checkpoint a block in the mode above: when it runs again, or is compiled, torch has put every mode aside."""
+
+    def run(*args: Any) -> Any:
+        with InFloat64():
+            return function(*args)
+
+    return checkpoint(run, *args, **options)
+
+
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Context manager with the mode above, also in what a backward runs again, where torch has put every mode aside."""
-    again = partial(checkpoint, context_fn=lambda: (nullcontext(), InFloat64()))
-    with InFloat64(), patch("hf_gpipe.adapters.stage_model.checkpoint", again):
+    """Context manager with the mode above, also in what a backward runs again."""
+    with InFloat64(), patch("hf_gpipe.adapters.stage_model.checkpoint", _checkpoint):
         yield

@@ -145,7 +145,7 @@ def _plain(case: Case) -> tuple[PreTrainedModel, list[Batch], Step | None]:
     Raises NotRunnable.
     """
     try:
-        config = apply(tiny_config(default_config(case.family)), case.changes)
+        config = _configuration(case)
         failure: Exception | None = None
         for dtype in TOLERANCES:
             try:
@@ -165,6 +165,10 @@ def _plain(case: Case) -> tuple[PreTrainedModel, list[Batch], Step | None]:
         raise NotRunnable(f"the plain model's gradient norm is {step.norm} and its loss {step.loss}")
     is_random = not step.difference(again) <= 1e-12
     return model, batches, None if is_random else step
+
+
+def _configuration(case: Case) -> PreTrainedConfig:
+    return apply(tiny_config(default_config(case.family)), case.changes)
 
 
 def plain_model(config: PreTrainedConfig, dtype: torch.dtype, case: Case) -> PreTrainedModel:
@@ -292,7 +296,8 @@ def _pipeline(case: Case, model: PreTrainedModel, folder: Path) -> Pipeline:
     recompute: Any = case.recompute if isinstance(case.recompute, str) else list(case.recompute[:num_stages])
     recompute = options.pop("recompute", recompute)
     if "teacher" in case.modes:
-        options["teacher"] = plain_model(model.config, model.dtype, replace(case, number=case.number + 1, lora=False))
+        other = replace(case, number=case.number + 1, lora=False)
+        options["teacher"] = plain_model(_configuration(other), model.dtype, other)
         options["loss"] = DistillationLoss(cross_entropy_share=0.3)
     if case.cut is not None:
         cuts = sorted(Random(case.cut).sample(range(1, num_layers), num_stages - 1))

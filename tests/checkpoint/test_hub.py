@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    Emu3Config,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -21,11 +22,12 @@ from transformers import (
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.adapters.observation import tiny as observed
 from hf_gpipe.checkpoint import hub, save, weight_files
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.errors import CheckpointError, UserError
 from tests.gloo import run_gloo
-from tests.oracle import plain_model, tiny_config
+from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
 FAMILIES = [("llama", True), ("llama", False), ("marian", True), ("marian", False), ("m2m_100", True), ("bart", False)]
 
@@ -124,6 +126,18 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     expected = {name: p.detach() for name, p in plain.named_parameters()}
     assert_equal(weights(Pipeline(tmp_path, 3)), expected)
+
+
+def test_the_text_part_of_a_larger_model_is_read(tmp_path: Path) -> None:
+    """Emu3's is saved with a configuration of its own, of which the auto class makes no model."""
+    whole = observed.tiny_config(Emu3Config(text_config={"attention_dropout": 0.0}))
+    plain = AutoModelForCausalLM.from_config(whole, attn_implementation="eager")
+    plain.save_pretrained(tmp_path)
+    pipe = Pipeline(tmp_path, 2, 2, dtype="float64", attn_implementation="eager")
+    pipe.save_pretrained(tmp_path / "again")
+    assert_equal(saved(tmp_path / "again"), saved(tmp_path))
+    batch = padded_batch(whole.get_text_config())
+    assert_same(run_pipeline(pipe, batch), run_plain(plain.double(), batch, 2))
 
 
 @pytest.mark.parametrize("size", ["1GB", "10KB"])
