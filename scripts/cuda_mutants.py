@@ -185,7 +185,7 @@ _CHANGES: dict[str, dict[str, str]] = {
             "mini-batches on a device are read early: the copy has not ended"
         ),
     },
-    "checkpoint/copies.py": {
+    "checkpoint/writer.py": {
         "[-torch.cuda.current_stream(device).synchronize()-]{+pass+}": (
             "copies for files are not waited for: the copy has not ended"
         ),

@@ -214,29 +214,28 @@ def advising() -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def updated(directory: Path, step: int | None = None) -> Iterator[dict[str, Entry]]:
-    """Context manager for changes of a directory's files; yields the entries of the files, to be changed with them.
-
-    Until its end the directory has no digests, so after a crash the files can be used and do not seem damaged.
+def write(directory: Path, written: Mapping[str, Entry], step: int | None = None) -> None:
+    """Write the digests of all files of a new directory.
 
     Args:
-        directory: of the files.
+        directory: of the files. It may have digests of a part of them, as of a model beside which a state was written.
+        written: the entries of the files of tensors that were written now.
         step: the number of updates of a checkpoint; None: a model that is saved alone.
     """
-    try:
-        digests = Digests.read(directory)
-    except CheckpointError:
-        digests = None
-    known = {} if digests is None else digests.files
-    files = {f: entry for f, entry in known.items() if (directory / f).exists()}
-    path = directory / DIGESTS_FILE
-    path.unlink(missing_ok=True)
-    yield files
+    known = Digests.read(directory)
+    earlier = {} if known is None else known.files
+    tensors = {file: entry for file, entry in earlier.items() if isinstance(entry, dict)} | dict(written)
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    files.pop(DIGESTS_FILE, None)
+    write_entries(directory, {name: tensors.get(name) or entry_of_file(path) for name, path in files.items()}, step)
+
+
+def write_entries(directory: Path, files: Mapping[str, Entry], step: int | None = None) -> None:
+    """Write a file of digests with these entries."""
     rest = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1, sort_keys=True)[2:].encode() + b"\n"
     temporary = directory / f".{DIGESTS_FILE}.tmp"
     temporary.write_bytes(_first_line(rest) + rest)
-    temporary.replace(path)
+    temporary.replace(directory / DIGESTS_FILE)
 
 
 def digest(data: Any) -> str:

@@ -1,14 +1,12 @@
-"""The checkpoint directories of a run, `checkpoint-N`: written and deleted as a whole, and used only if undamaged."""
+"""The checkpoint directories of a run, `checkpoint-N`: found, deleted as a whole, and used only if undamaged."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -17,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests, check_model_files
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
-from hf_gpipe.checkpoint.save import make_directory, replace_directory, write_once, write_together
+from hf_gpipe.checkpoint.save import remove, write_together
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
 from hf_gpipe.checkpoint.weight_files import read_weight_map
 from hf_gpipe.errors import CheckpointError
@@ -41,11 +39,6 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 def step_of(checkpoint: Path) -> int:
     """The number of updates before a checkpoint, from its name."""
     return int(checkpoint.name.rpartition("-")[2])
-
-
-def temporary_path(final: Path) -> Path:
-    """Path of a checkpoint that is being written."""
-    return final.with_name(f".{final.name}.tmp")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -151,37 +144,6 @@ def _is_model_alone(path: Path) -> bool:
     return digests is None or f"{FOLDER}/{STATE_FILE}" not in digests.files
 
 
-@contextmanager
-def written_whole(final: Path, world: World) -> Iterator[Path]:
-    """Context manager for a new directory that all processes write into; it is renamed to `final` at the end.
-
-    If a process is killed before that, `final` is as it was.
-
-    Raises:
-        CheckpointError: on every process, if one of them cannot write.
-    """
-    temporary = temporary_path(final)
-
-    def prepare() -> None:
-        remove(temporary)
-        make_directory(temporary)
-
-    def publish() -> None:
-        _sync(temporary, *temporary.rglob("*"))
-        replace_directory(temporary, final)
-        _sync(final.parent)
-
-    world.from_main(prepare, takes_long=True)
-    try:
-        yield temporary
-        write_once(final, world, publish)
-    except BaseException:
-        # Frees the space on a full disk.
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def rotate(output_dir: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
     """Delete the oldest checkpoints, so that at most `limit` remain. Runs in the main process.
 
@@ -220,14 +182,6 @@ def tidy(output_dir: Path) -> None:
             path.rename(output_dir / match[1])
         elif match:
             remove(path)
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint or the remains of one. Of a link only the link is deleted."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_shared(output_dir: Path, world: World) -> None:
@@ -318,13 +272,3 @@ def _weights(checkpoint: Path) -> list[str]:
     if not index.exists():
         raise CheckpointError(f"{checkpoint} has no weights in safetensors format")
     return sorted(set(read_weight_map(index).values()))
-
-
-def _sync(*paths: Path) -> None:
-    """Write files to disk: after a power cut there must not be a new name without the files' content."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

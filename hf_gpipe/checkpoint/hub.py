@@ -1,4 +1,4 @@
-"""Weights of a stage: initialise them, take them from a model in memory, read and write them in Hub format.
+"""Weights of a stage: initialise them, take them from a model in memory, or read them from Hub format.
 
 transformers' loading functions (`libraries/transformers.py`) run on the stage's own model, in which the layers of
 other stages are stubs. So only the stage's tensors are read into memory, and the library's
@@ -27,7 +27,6 @@ from hf_gpipe.adapters.modules.dropout import default_generator, keeping_random_
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.stage_model import StageModel
-from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.checkpoint.weight_files import OF_QUANTISATION, names_of_tensors, opened_weights, weight_files
 from hf_gpipe.errors import CheckpointError, listed
@@ -44,8 +43,6 @@ from hf_gpipe.libraries.transformers import (
     get_model_conversion_mapping,
     load_files,
     rename_source_key,
-    revert_weight_conversion,
-    unsaved_keys,
 )
 
 
@@ -362,23 +359,6 @@ def _renaming(model: PreTrainedModel, quantizer: Any) -> Callable[[str], str]:
         return key if key in state else rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]
 
     return renamed
-
-
-def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors that a stage writes, those it owns, under the model's own names.
-
-    Divided ones are gathered; then every rank of the worker calls it, or every process where the head is divided.
-    """
-    ignored = unsaved_keys(stage.model)
-    tensors = {**stage.parameters, **stage.buffers}
-    whole_tensors = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
-    return {name: whole for name, whole in whole_tensors.items() if stage.writes(name)}
-
-
-def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a stage, or copies of them, with the names and in the form of the Hub format, on the CPU."""
-    is_converted = isinstance(stage.model, PreTrainedModel)
-    return on_cpu(revert_weight_conversion(stage.model, tensors) if is_converted else tensors)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Files of a saved model: each is written beside the old ones, and then made the directory's, with its digest."""
+"""How files get into a directory: written into a new folder, which becomes the directory or hands its files over to it.
+
+A crash leaves the old files or the new ones, never a part.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,11 +32,12 @@ from hf_gpipe.libraries.transformers import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 #: Names of the files that transformers takes a model's weights from, those of adapters included.
 _WEIGHTS = re.compile(
-    rf"{_SHARD.pattern}|model\.safetensors|adapter_(config\.json|model\.(safetensors|bin))|{DISTRIBUTED.pattern}"
+    rf"{_SHARD.pattern}|model\.safetensors(\.index\.json)?|adapter_(config\.json|model\.(safetensors|bin))|"
+    rf"{DISTRIBUTED.pattern}"
 )
-_OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|model\.safetensors\.index\.json|(generation_)?config\.json")
-#: The folder in which small files wait until everything else is written.
-_PREPARED = ".config.tmp"
+_OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|(generation_)?config\.json")
+#: The files that make shards, or saved adapters, a model: the last to be handed over.
+_LAST = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "adapter_model.safetensors")
 #: Without it, transformers does not read a file.
 _OF_TORCH = {"format": "pt"}
 #: How many time limits of messages the processes wait for one that writes: a disk may be slow, or may not answer.
@@ -50,29 +54,19 @@ class Shard(NamedTuple):
     entry: Entry
 
 
-def has_shards(directory: Path) -> bool:
-    """Whether a directory has shards of a saved model."""
-    return any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
-
-
-def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
-    """Write small files beside the directory's own, until `publish_files` makes them its own.
+def write_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
+    """Write small files that belong to a model.
 
     Args:
         directory: an existing directory.
-        writes: functions that write files, such as the tokenizer's, into the folder that they get.
+        writes: functions that write files, such as the tokenizer's, into the directory that they get.
 
     Raises:
         UserError: a function fails, such as for a configuration with values that are not valid.
     """
-    temporary = directory / _PREPARED
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    for write in writes:
-        if write is None:
-            continue
+    for write in filter(None, writes):
         try:
-            write(temporary)
+            write(directory)
         except (OSError, HfGpipeError):
             raise
         except Exception as error:  # the library, and a script's own tokenizer, raise whatever they come upon
@@ -80,23 +74,6 @@ def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> Non
                 f"a file that belongs to the model cannot be saved: {type(error).__name__}: "
                 f"{' '.join(str(error).split())}; correct what it says"
             ) from error
-
-
-def publish_files(directory: Path) -> dict[str, Entry]:
-    """Move the prepared files into `directory` one by one, so that after a crash none is incomplete.
-
-    Returns:
-        The entry of each file, by its name relative to `directory`.
-    """
-    temporary = directory / _PREPARED
-    entries = {}
-    for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
-        name = path.relative_to(temporary)
-        entries[name.as_posix()] = digests.entry_of_file(path)
-        (directory / name).parent.mkdir(exist_ok=True)
-        path.replace(directory / name)
-    shutil.rmtree(temporary)
-    return entries
 
 
 def make_directory(directory: Path) -> None:
@@ -161,6 +138,131 @@ def write_once(directory: Path, world: World, write: Callable[[], None]) -> None
     write_together(directory, world, lambda: write() if world.is_main else None)
 
 
+def temporary_path(final: Path) -> Path:
+    """Path of a directory that is being written."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint or the remains of one. Of a link only the link is deleted."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _written(temporary: Path, world: World, publish: Callable[[], None]) -> Iterator[Path]:
+    """Context manager with a new directory that all processes write into; the main process publishes it at the end.
+
+    Raises CheckpointError, on every process, if one of them cannot write.
+    """
+
+    def prepare() -> None:
+        remove(temporary)
+        make_directory(temporary)
+
+    world.from_main(prepare, takes_long=True)
+    try:
+        yield temporary
+        write_once(temporary.parent, world, publish)
+    except BaseException:
+        # Frees the space on a full disk.
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def written_whole(final: Path, world: World) -> Iterator[Path]:
+    """Context manager for a new directory that all processes write into; it is renamed to `final` at the end.
+
+    If a process is killed before that, `final` is as it was.
+
+    Raises:
+        CheckpointError: on every process, if one of them cannot write.
+    """
+    temporary = temporary_path(final)
+
+    def publish() -> None:
+        _sync(temporary, *temporary.rglob("*"))
+        replace_directory(temporary, final)
+        _sync(final.parent)
+
+    with _written(temporary, world, publish):
+        yield temporary
+
+
+@contextmanager
+def written_into(directory: Path, world: World, *, is_complete: bool, keeps_model: bool) -> Iterator[Path]:
+    """Context manager for the new files of a directory, which keeps what no save has written; yields a folder for them.
+
+    Args:
+        directory: is made if needed.
+        world: the processes, all of which write.
+        is_complete: whether the new files have all that belongs to the model; if not, what an earlier save has left
+            beside it, such as a tokenizer, stays. The state of a training stays.
+        keeps_model: whether the files of the directory's model stay, as those to which new adapters belong.
+
+    Raises:
+        CheckpointError: on every process, if one of them cannot write.
+    """
+    world.from_main(lambda: make_directory(directory))
+    new = directory / ".saving.tmp"
+    with _written(new, world, lambda: hand_over(new, directory, is_complete=is_complete, keeps_model=keeps_model)):
+        yield new
+
+
+def hand_over(new: Path, directory: Path, *, is_complete: bool, keeps_model: bool) -> None:
+    """Move the files of a new folder with digests into a directory, and delete what an earlier save has left there.
+
+    While files are moved the directory has no digests, so after a crash they can be used and do not seem damaged. The
+    arguments are those of `written_into`.
+    """
+    if any(_SHARD.fullmatch(path.name) for path in directory.iterdir()):
+        _rename_shards(new)  # those of an earlier save stay until the new index is there
+    try:
+        known = digests.Digests.read(directory)
+    except CheckpointError:
+        known = None
+    made = digests.Digests.read(new)
+    assert made is not None, "a model that is written has digests"
+    (directory / digests.DIGESTS_FILE).unlink(missing_ok=True)
+    for name in sorted(made.files, key=lambda name: (name in _LAST, name)):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (new / name).replace(directory / name)
+    entries = {} if known is None else dict(known.files)
+    earlier = {name for name in entries if is_complete or _OF_MODEL.fullmatch(name)}
+    if any(name in made.files for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        # Whoever has written them, other weights would be read in place of the new ones.
+        earlier |= {path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    for name in set() if keeps_model else sorted(earlier - made.files.keys()):
+        if not name.startswith(digests.TRAINING):
+            path = directory / name
+            path.unlink(missing_ok=True)
+            if path.parent != directory and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+    entries |= made.files
+    digests.write_entries(directory, {name: entry for name, entry in entries.items() if (directory / name).exists()})
+    shutil.rmtree(new)
+
+
+def _rename_shards(folder: Path) -> None:
+    """Give the shards of a saved model other names than those of any earlier save."""
+    made, index, tag = digests.Digests.read(folder), folder / SAFE_WEIGHTS_INDEX_NAME, uuid4().hex[:8]
+    if made is None or not index.exists():
+        return
+    entries = {file: entry for file, entry in made.files.items() if isinstance(entry, dict)}
+    content = json.loads(index.read_text())
+    for file in set(content["weight_map"].values()):
+        renamed = file.replace("model-", f"model-{tag}-", 1)
+        (folder / file).replace(folder / renamed)
+        entries[renamed] = entries.pop(file)
+    content["weight_map"] = {n: f.replace("model-", f"model-{tag}-", 1) for n, f in content["weight_map"].items()}
+    _write_index(index, content)
+    digests.write(folder, entries)
+
+
 def replace_directory(temporary: Path, final: Path) -> None:
     """Rename a complete new directory to `final`; an older directory of that name is deleted afterwards."""
     if final.exists():
@@ -205,70 +307,33 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[
     return Shard(sizes, digests.entry_of_tensors(path, tensors))
 
 
-def publish(directory: Path, shards: Mapping[str, Shard]) -> None:
-    """Make the written shards and the prepared files the directory's model, with digests, in the main process."""
-    with digests.updated(directory) as entries:
-        publish_shards(directory, shards, entries, is_complete=True)
+def complete_model(directory: Path, shards: Mapping[str, Shard]) -> dict[str, Entry]:
+    """Make the shards that were written into a new directory a model: a single one has its own name, several an index.
 
-
-def publish_shards(
-    directory: Path, shards: Mapping[str, Shard], entries: dict[str, Entry], *, is_complete: bool
-) -> None:
-    """Like `publish`, inside of `digests.updated`. The file that makes shards a model is written last, then what is
-    left of an earlier save is deleted.
-
-    Args:
-        directory: of the model.
-        shards: the written ones, by their files.
-        entries: the digests of the directory.
-        is_complete: as of `delete_earlier`.
+    Returns the entries of the files, for the digests.
     """
-    new = publish_files(directory)
     if len(shards) == 1:
-        (file, shard) = next(iter(shards.items()))
+        ((file, shard),) = shards.items()
         (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
-        new[SAFE_WEIGHTS_NAME] = shard.entry
-        (directory / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
-    else:
-        sizes = [size for shard in shards.values() for size in shard.sizes.values()]
-        content = {
-            "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
-            "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
-        }
-        new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
-        new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        new[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
-        new_index.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
-        new |= {file: shard.entry for file, shard in shards.items()}
-    entries |= new
-    # Whoever has written them, these weights would be read in place of the new ones.
-    others = {path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name)}
-    delete_earlier(directory, entries, new, others, is_complete=is_complete)
+        return {SAFE_WEIGHTS_NAME: shard.entry}
+    sizes = [size for shard in shards.values() for size in shard.sizes.values()]
+    content = {
+        "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
+        "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
+    }
+    _write_index(directory / SAFE_WEIGHTS_INDEX_NAME, content)
+    return {file: shard.entry for file, shard in shards.items()}
 
 
-def delete_earlier(
-    directory: Path,
-    entries: dict[str, Entry],
-    new: Collection[str],
-    others: Collection[str] = (),
-    *,
-    is_complete: bool,
-) -> None:
-    """Delete what an earlier save has left, by its digests, and would be read together with the new files.
+def _write_index(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
-    Args:
-        directory: of the files.
-        entries: the digests of the directory, from which the deleted files are taken.
-        new: the names of the new files.
-        others: the names of other files that belong to no save, which are deleted too.
-        is_complete: whether the new files have all that belongs to the model; if not, what is beside it, such as a
-            tokenizer, stays. The state of a training stays.
-    """
-    of_save = {name for name in entries if is_complete or _OF_MODEL.fullmatch(name)}
-    for name in sorted({*of_save, *others} - {*new}):
-        if not name.startswith(digests.TRAINING):
-            entries.pop(name, None)
-            path = directory / name
-            path.unlink(missing_ok=True)
-            if path.parent != directory and not any(path.parent.iterdir()):
-                path.parent.rmdir()
+
+def _sync(*paths: Path) -> None:
+    """Write files to disk: after a power cut there must not be a new name without the files' content."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

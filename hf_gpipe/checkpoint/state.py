@@ -19,15 +19,13 @@ from typing import Any, Required
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from safetensors import safe_open
 from transformers import TrainerState
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
-from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.run_state import RunState
+from hf_gpipe.checkpoint.digests import Digests
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.text import show
@@ -47,6 +45,37 @@ Values = dict[str, Any]
 _Optimizer = TypedDict(
     "_Optimizer", {"class": str, "groups": list[Values], "files": list[str], "values": dict[str, Values]}
 )
+
+
+class DataPosition(BaseModel):
+    """A place in the data: so many mini-batches of this epoch have been trained on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    epoch: strict_json.Number
+    mini_batches: strict_json.Number
+    place: dict[str, Any] | None = None
+    """Where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known."""
+
+
+class RunState(BaseModel):
+    """Everything of a run's progress that a resumed run needs, besides weights, optimizer and transformers' state.
+
+    The fields with a default are those that older checkpoints do not have.
+    """
+
+    position: DataPosition
+    pipeline_step: strict_json.Number
+    """`Pipeline.step`, which dropout depends on."""
+    data: dict[str, Any]
+    """The settings that decide which rows a position stands for."""
+    evaluation_is_due: bool = False
+    """Whether the training was stopped before the evaluation of its last step."""
+    num_micro_batches: strict_json.Number | None = None
+    loss_scale: dict[str, FiniteFloat] | None = None
+    """The state of the `LossScaler`; None without one."""
+    has_digests: bool = False
+    """Whether a file of digests belongs to the checkpoint."""
 
 
 class SavedState(BaseModel):
@@ -99,14 +128,10 @@ def json_of_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None,
     return {"format": FORMAT, "optimizer": saved, "scheduler": schedule, "progress": progress}
 
 
-def write_state(checkpoint: Path, content: dict[str, Any]) -> dict[str, Entry]:
-    """Write state.json, once everything else of the state is written. Returns its digest, by its name."""
-    file, temporary = checkpoint / FOLDER / STATE_FILE, checkpoint / FOLDER / f".{STATE_FILE}.tmp"
-    file.parent.mkdir(exist_ok=True)
-    text = json.dumps(content, indent=1) + "\n"
-    temporary.write_text(text)
-    temporary.replace(file)
-    return {f"{FOLDER}/{STATE_FILE}": digests.digest(text.encode())}
+def write_state(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Write state.json."""
+    (checkpoint / FOLDER).mkdir(exist_ok=True)
+    (checkpoint / FOLDER / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def check_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState) -> None:

@@ -1,56 +1,58 @@
-"""The way of a model, and of the state of its training, into a directory, from all processes.
+"""The way of a model, and of the state of its training, into a new directory, from all processes.
 
-    writer = pipe.weights.writer()
-    writer.begin(directory)     # all that is not a tensor is settled
-    writer.copy()               # the training may go on; without it the training waits for write
-    writer.write()
-
-A crash leaves the old files or the new ones, never a part.
+writer = pipe.weights.writer()
+writer.begin(directory)     # all that is not a tensor is settled
+writer.copy()               # the training may go on; without it the training waits for write
+writer.write()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from uuid import uuid4
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.checkpoint import digests, hub, peft
-from hf_gpipe.checkpoint.copies import copied, on_cpu
-from hf_gpipe.checkpoint.digests import Entry
-from hf_gpipe.checkpoint.run_state import RunState
+from hf_gpipe.checkpoint import digests, peft
 from hf_gpipe.checkpoint.save import (
     Shard,
-    delete_earlier,
-    has_shards,
+    complete_model,
     make_directory,
-    prepare_files,
-    publish_files,
-    publish_shards,
     write_configuration,
+    write_files,
     write_once,
     write_shard,
     write_together,
 )
-from hf_gpipe.checkpoint.state import FOLDER, TRAINER_STATE_FILE, Scheduler, as_json, json_of_state, write_state
+from hf_gpipe.checkpoint.state import (
+    FOLDER,
+    TRAINER_STATE_FILE,
+    RunState,
+    Scheduler,
+    as_json,
+    json_of_state,
+    write_state,
+)
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers import revert_weight_conversion, unsaved_keys
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.runtime.ties import Ties
 
+Key = TypeVar("Key")
+
 
 class _Written(NamedTuple):
-    """The files that a process has written, sent to the other processes."""
+    """What a process has written, sent to the other processes."""
 
-    shards: dict[str, Shard]
-    """The weights, by file."""
-    entries: dict[str, Entry]
-    """The digests of the files of the optimizer's state."""
+    weights: dict[str, Shard]
+    """The files of the model's tensors."""
+    slots: dict[str, Shard]
+    """The files of the optimizer's state."""
     values: dict[str, dict[str, Any]]
     """The optimizer's state that is not tensors, by parameter."""
 
@@ -70,8 +72,7 @@ class CheckpointWriter:
 
     def __init__(self, adapter: Adapter, models: Mapping[int, StageModel], ties: Ties, world: Mesh) -> None:
         self._adapter, self._models, self._ties, self._world = adapter, models, ties, world
-        self._directory, self._tag = Path(), ""
-        self._has_model = self._is_complete = False
+        self._directory, self._has_model = Path(), False
         #: The tensors of each stage's files, by name, from the parameters until `copy`.
         self._weights: dict[int, dict[str, torch.Tensor]] = {}
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
@@ -80,25 +81,25 @@ class CheckpointWriter:
         self._state: dict[str, Any] | None = None
 
     def prepare(self, directory: Path, write_more: Callable[[Path], Any] | None = None, *, has_model: bool) -> None:
-        """Write the model's small files into a folder in a directory, where they wait for the tensors.
+        """Write the model's small files.
 
         Args:
-            directory: is made if needed. Files in it that no save has written stay.
-            write_more: writes other small files that belong to the model, such as the tokenizer's, into the folder that
-                it gets; called in the main process. What an earlier save has written beside the model then goes.
+            directory: of `written_whole` or `written_into`.
+            write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory
+                that it gets; called in the main process.
             has_model: whether the model is written, and not a training's state alone.
 
         Raises:
             UserError: on every process, if the model or a file cannot be saved.
         """
-        self._directory, self._has_model, self._is_complete = directory, has_model, write_more is not None
+        self._directory, self._has_model = directory, has_model
         writes = [write_more]
         if has_model:
             check_not_quantised(self._adapter, "save_pretrained")
             write = write_configuration if self._adapter.peft is None else peft.write_adapter_configuration
             writes.insert(0, partial(write, self._adapter))
         self._world.from_main(lambda: make_directory(directory))
-        write_once(directory, self._world, lambda: prepare_files(directory, *writes))
+        write_once(directory, self._world, lambda: write_files(directory, *writes))
 
     def begin(
         self, directory: Path, write_more: Callable[[Path], Any] | None = None, *, has_model: bool = True
@@ -110,15 +111,12 @@ class CheckpointWriter:
         self.prepare(directory, write_more, has_model=True)
         self._ties.refresh_copies()
         world, adapters = self._world, self._adapter.peft
-        is_taken = world.is_main and adapters is None and has_shards(directory)
-        # The shards get new names: those of an earlier save stay until the new index is written.
-        self._tag = world.gather_objects(f"-{uuid4().hex[:8]}" if is_taken else "")[world.main]
         for stage, model in self._models.items():
             if not world.is_in_first_replica(stage):  # each file is written once
                 continue
             if adapters is None:
                 own = (n for n in (*model.parameters, *model.buffers) if self._ties.owner_stage.get(n, stage) == stage)
-                tensors = hub.saved_tensors(model, list(own))
+                tensors = saved_tensors(model, list(own))
             else:
                 named = peft.adapter_tensors(model, adapters)
                 tensors = {saved: model.whole(name, tensor) for saved, name, tensor in named}
@@ -190,51 +188,82 @@ class CheckpointWriter:
             for part in self._world.gather_objects(mine):  # they are small
                 adapters |= part
         parts = write_together(self._directory, self._world, self._write_mine, _Written)
-        write_once(self._directory, self._world, lambda: self._publish(parts, adapters, trainer_state))
+        write_once(self._directory, self._world, lambda: self._complete(parts, adapters, trainer_state))
 
     def _write_mine(self) -> _Written:
         """Write the files of this process's stages. Each stage's tensors are dropped when they are written."""
-        shards, entries, folder = dict[str, Shard](), dict[str, Entry](), self._directory / FOLDER
+        directory, written = self._directory, _Written({}, {}, self._values)
         for stage in sorted(self._weights):
-            if tensors := hub.in_hub_form(self._models[stage], self._weights.pop(stage)):
-                file = f"model{self._tag}-{self._number(stage)}.safetensors"
-                shards[file] = write_shard(self._directory / file, tensors)
+            if tensors := in_hub_form(self._models[stage], self._weights.pop(stage)):
+                file = f"model-{self._number(stage)}.safetensors"
+                written.weights[file] = write_shard(directory / file, tensors)
         for stage in sorted(self._slots):
-            folder.mkdir(exist_ok=True)
-            file = f"optimizer-{self._number(stage)}.safetensors"
-            entries[file] = write_shard(folder / file, on_cpu(self._slots.pop(stage)), metadata=None).entry
-        return _Written(shards, entries, self._values)
+            (directory / FOLDER).mkdir(exist_ok=True)
+            file = f"{FOLDER}/optimizer-{self._number(stage)}.safetensors"
+            written.slots[file] = write_shard(directory / file, on_cpu(self._slots.pop(stage)), metadata=None)
+        return written
 
     def _number(self, stage: int) -> str:
         return f"{stage + 1:05d}-of-{self._world.placement.num_stages:05d}"
 
-    def _publish(
+    def _complete(
         self, parts: list[_Written], adapters: dict[str, torch.Tensor], trainer_state: TrainerState | None
     ) -> None:
-        """Make the written files the directory's, with the small files, in the main process."""
-        directory, step = self._directory, None if trainer_state is None else trainer_state.global_step
-        temporary, has_adapters = directory / f".{peft.WEIGHTS_NAME}.tmp", self._adapter.peft is not None
-        written = write_shard(temporary, _apart(adapters)).entry if self._has_model and has_adapters else ""
-        with digests.updated(directory, step) as entries:
-            if self._has_model and has_adapters:
-                new = {peft.WEIGHTS_NAME: written, **publish_files(directory)}
-                temporary.replace(directory / peft.WEIGHTS_NAME)
-                entries |= new
-                base = self._adapter.config.name_or_path
-                if not base or Path(base).resolve() != directory.resolve():  # adapters may stand beside their model
-                    delete_earlier(directory, entries, new, is_complete=self._is_complete)
-            elif self._has_model:
-                shards = {file: shard for part in parts for file, shard in part.shards.items()}
-                publish_shards(directory, shards, entries, is_complete=self._is_complete)
-            if self._state is not None:
-                slots = {file: entry for part in parts for file, entry in part.entries.items()}
-                values = {name: own for part in parts for name, own in part.values.items()}
-                self._state["optimizer"] |= {"files": sorted(slots), "values": values}
-                entries |= {f"{FOLDER}/{file}": entry for file, entry in slots.items()}
-                entries |= write_state(directory, self._state)
-            if trainer_state is not None:
-                trainer_state.save_to_json(directory / TRAINER_STATE_FILE)
-                entries[TRAINER_STATE_FILE] = digests.entry_of_file(directory / TRAINER_STATE_FILE)
+        """Write, in the main process, what makes a checkpoint of the files of all, and the digests."""
+        directory = self._directory
+        slots = {file: shard for part in parts for file, shard in part.slots.items()}
+        entries = {file: shard.entry for file, shard in slots.items()}
+        if self._has_model and self._adapter.peft is not None:
+            entries[peft.WEIGHTS_NAME] = write_shard(directory / peft.WEIGHTS_NAME, _apart(adapters)).entry
+        elif self._has_model:
+            shards = {file: shard for part in parts for file, shard in part.weights.items()}
+            entries |= complete_model(directory, shards)
+        if self._state is not None:
+            files = sorted(file.removeprefix(f"{FOLDER}/") for file in slots)
+            values = {name: own for part in parts for name, own in part.values.items()}
+            self._state["optimizer"] |= {"files": files, "values": values}
+            write_state(directory, self._state)
+        if trainer_state is not None:
+            trainer_state.save_to_json(directory / TRAINER_STATE_FILE)
+        digests.write(directory, entries, None if trainer_state is None else trainer_state.global_step)
+
+
+def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors that a stage writes, those it owns, under the model's own names.
+
+    Divided ones are gathered; then every rank of the worker calls it, or every process where the head is divided.
+    """
+    ignored = unsaved_keys(stage.model)
+    tensors = {**stage.parameters, **stage.buffers}
+    whole_tensors = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
+    return {name: whole for name, whole in whole_tensors.items() if stage.writes(name)}
+
+
+def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a stage, or copies of them, with the names and in the form of the Hub format, on the CPU."""
+    is_converted = isinstance(stage.model, PreTrainedModel)
+    return on_cpu(revert_weight_conversion(stage.model, tensors) if is_converted else tensors)
+
+
+def on_cpu(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Put the values into contiguous tensors on the CPU. A tensor that is one already is not copied.
+
+    From CUDA all copies go into pinned memory, which torch keeps for the next save, and the host waits once per device.
+    """
+    return _ready(tensors, {key: t.detach().contiguous().to("cpu", non_blocking=True) for key, t in tensors.items()})
+
+
+def copied(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Copies on the CPU, from CUDA in pinned memory, which stay as they are when the tensors change."""
+    copies = {key: t.detach().to("cpu", non_blocking=True, copy=True) for key, t in tensors.items()}
+    return _ready(tensors, copies)
+
+
+def _ready(tensors: Mapping[Key, torch.Tensor], copies: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Wait until the copies, which `non_blocking` has in pinned memory, have their values."""
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -81,8 +81,7 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
     try:
         made.mkdir(parents=True)
         write(made)
-        with digests.updated(made) as files:
-            files |= {path.relative_to(made).as_posix(): digests.entry_of_file(path) for path in _files(made)}
+        digests.write(made, {})
         _publish(made, entry)
     except OSError as error:
         raise DataError(

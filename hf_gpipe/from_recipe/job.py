@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoints, last_checkpoint, remove, step_of, tidy
+from hf_gpipe.checkpoint.directory import check_shared, checkpoints, last_checkpoint, step_of, tidy
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.checkpoint.save import make_directory, writing
+from hf_gpipe.checkpoint.save import make_directory, remove, writing
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.errors import DataError, RecipeError

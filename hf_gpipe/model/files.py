@@ -9,8 +9,8 @@ import torch
 
 from hf_gpipe.adapters import unsupported
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.checkpoint import hub
-from hf_gpipe.checkpoint.save import publish, write_configuration, write_shard
+from hf_gpipe.checkpoint import digests, hub, writer
+from hf_gpipe.checkpoint.save import complete_model, write_configuration, write_shard
 from hf_gpipe.errors import listed, one_line
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import clone_of, compared_once
@@ -63,11 +63,9 @@ def _through_stages(adapter: TextAdapter, source: Path, target: Path) -> dict[st
         tensors = {**stage.parameters, **stage.buffers}
         own = [name for name in tensors if name not in state]
         state |= {name: tensor.detach() for name, tensor in tensors.items()}
-        if written := hub.in_hub_form(stage, hub.saved_tensors(stage, own)):
+        if written := writer.in_hub_form(stage, writer.saved_tensors(stage, own)):
             name = f"model-{number + 1:05d}-of-{len(cuts):05d}.safetensors"
             shards[name] = write_shard(target / name, written)
-    temporary = target / ".config.tmp"
-    temporary.mkdir()
-    write_configuration(adapter, temporary)
-    publish(target, shards)
+    write_configuration(adapter, target)
+    digests.write(target, complete_model(target, shards))
     return state

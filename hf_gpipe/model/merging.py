@@ -20,11 +20,11 @@ from hf_gpipe.adapters.classifiers import as_classifier
 from hf_gpipe.adapters.peft import tensor_of
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.token_classifiers import as_token_classifier
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import as_config, check_adapters, load_adapters, num_labels_of
-from hf_gpipe.checkpoint.save import prepare_files, publish, write_configuration, write_shard
+from hf_gpipe.checkpoint.save import complete_model, write_configuration, write_files, write_shard, written_whole
+from hf_gpipe.checkpoint.writer import in_hub_form
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import CONFIG_NAME, unsaved_keys
@@ -50,7 +50,7 @@ def merge(
     Args:
         spec: of a model with saved adapters.
         output: a new or empty directory. After a crash it is not there.
-        write_more: a function of `checkpoint.save.prepare_files`.
+        write_more: a function of `checkpoint.save.write_files`.
         shard_bytes: of the weights that are in memory together.
 
     Returns:
@@ -82,17 +82,17 @@ def merge(
         adapter.reference.config.tie_word_embeddings = False
     shards = merged.shards(shard_bytes)
     with written_whole(output, World.of_job()) as temporary:
-        prepare_files(temporary, lambda folder: write_configuration(adapter, folder), write_more)
+        write_files(temporary, lambda folder: write_configuration(adapter, folder), write_more)
         written = {}
         for number, layers in enumerate(shards):
             stage = assemble(adapter, layers, spec.model, _CPU)
             load_adapters(directory, {number: stage}, adapter.peft)
             adapter.peft.merge(stage.model)
-            tensors = hub.in_hub_form(stage, merged.tensors(stage))
+            tensors = in_hub_form(stage, merged.tensors(stage))
             file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             written[file] = write_shard(temporary / file, tensors)
             del stage, tensors
-        publish(temporary, written)
+        digests.write(temporary, complete_model(temporary, written))
     return len(shards)
 
 

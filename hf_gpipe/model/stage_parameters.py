@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters
+from hf_gpipe.checkpoint.save import written_into
 from hf_gpipe.checkpoint.writer import CheckpointWriter, check_not_quantised
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.trainable import TrainableLayers
@@ -201,8 +203,19 @@ class StageParameters:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
+        self.save(Path(directory))
+
+    def save(self, directory: Path, write_more: Callable[[Path], Any] | None = None) -> None:
+        """Do what `save_pretrained` does. `write_more` writes what belongs to the model too, as of `write_new`."""
+        base = self.adapter.config.name_or_path
+        keeps_model = self.adapter.peft is not None and bool(base) and Path(base).resolve() == directory.resolve()
+        with written_into(directory, self.world, is_complete=write_more is not None, keeps_model=keeps_model) as new:
+            self.write_new(new, write_more)
+
+    def write_new(self, directory: Path, write_more: Callable[[Path], Any] | None = None) -> None:
+        """Write the model into a new directory; the arguments are those of `CheckpointWriter.begin`."""
         writer = self.writer()
-        writer.begin(Path(directory))
+        writer.begin(directory, write_more)
         writer.write()
 
     def writer(self, world: Mesh | None = None) -> CheckpointWriter:

@@ -23,15 +23,11 @@ from hf_gpipe.checkpoint.directory import (
     checkpoint_path,
     find_model_damage,
     last_checkpoint,
-    remove,
     rotate,
-    temporary_path,
     tidy,
-    written_whole,
 )
-from hf_gpipe.checkpoint.run_state import DataPosition, RunState
-from hf_gpipe.checkpoint.save import write_once
-from hf_gpipe.checkpoint.state import check_state, load_state, read_state, read_trainer_state
+from hf_gpipe.checkpoint.save import remove, temporary_path, write_once, written_whole
+from hf_gpipe.checkpoint.state import DataPosition, RunState, check_state, load_state, read_state, read_trainer_state
 from hf_gpipe.checkpoint.writer import CheckpointWriter
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job import failures

@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState
 
 from hf_gpipe.adapters.text import num_tokens
 from hf_gpipe.checkpoint.directory import step_of
-from hf_gpipe.checkpoint.run_state import DataPosition, RunState
+from hf_gpipe.checkpoint.state import DataPosition, RunState
 from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers_trainer import TrainOutput
 from hf_gpipe.planner.search.advice import advising

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.checkpoint.copies import on_cpu
+from hf_gpipe.checkpoint.writer import on_cpu
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, Shards

@@ -31,7 +31,6 @@ from hf_gpipe.libraries.transformers_trainer import (
 )
 from hf_gpipe.losses.loss import Reads
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.training.accelerator_view import AcceleratorView
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import name_of_callback
@@ -238,7 +237,7 @@ class TrainerInterface:
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
-        self._own_model_to_save(directory, self.pipe.world).write()
+        self.pipe.weights.save(directory, self._write_beside_model)
         if _internal_call:
             return
         self.world.from_main(lambda: add_card(self, directory))
@@ -273,12 +272,6 @@ class TrainerInterface:
     def _saves_model_itself(self) -> bool:
         """Whether `save_model` is not overridden."""
         return getattr(self.save_model, "__func__", None) is TrainerInterface.save_model
-
-    def _own_model_to_save(self, directory: Path, world: Mesh) -> CheckpointWriter:
-        """The writer of the model without the state of the training."""
-        writer = self.pipe.weights.writer(world)
-        writer.begin(directory, self._write_beside_model)
-        return writer
 
     def _write_beside_model(self, folder: Path) -> None:
         """Write the small files of the main process that belong to the model."""

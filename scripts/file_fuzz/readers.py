@@ -111,15 +111,13 @@ def _damage_model(folder: Path, choose: random.Random) -> None:
         file.write_bytes(changed)
         return
     known = digests.Digests.read(newest)
-    with digests.updated(newest, None if known is None else known.step) as entries:
-        file.write_bytes(changed)
-        if is_of_tensors:
-            header = digests.read_header(file)
-            entry = entries[name]
-            assert isinstance(entry, dict)
-            entries[name] = {**entry, "header": digests.digest(header)}
-        else:
-            entries[name] = digests.entry_of_file(file)
+    file.write_bytes(changed)
+    written: dict[str, digests.Entry] = {}
+    if is_of_tensors and known is not None:
+        entry = known.files[name]
+        assert isinstance(entry, dict)
+        written[name] = {**entry, "header": digests.digest(digests.read_header(file))}
+    digests.write(newest, written, None if known is None else known.step)
     if choose.random() < 0.1:
         (newest / digests.DIGESTS_FILE).unlink()
 

@@ -73,9 +73,8 @@ def make_old(checkpoint: Path) -> None:
 
 def forge(checkpoint: Path, name: str, content: str) -> None:
     """Replace a file, and its digest, as somebody does who changes it on purpose."""
-    with digests.updated(checkpoint, int(checkpoint.name.rpartition("-")[2])) as entries:
-        (checkpoint / name).write_text(content)
-        entries[name] = digests.entry_of_file(checkpoint / name)
+    (checkpoint / name).write_text(content)
+    digests.write(checkpoint, {}, int(checkpoint.name.rpartition("-")[2]))
 
 
 def write_digests(checkpoint: Path, **values: Any) -> None:
@@ -500,8 +499,7 @@ def test_headers_of_tensors_that_make_no_sense_are_damage(out: Path) -> None:
     file = out / "checkpoint-6" / SHARD
     for header in (b"[]", b"{", b'{"a": 3}', b'{"a": {"data_offsets": [0]}}', b'{"a": {"data_offsets": [9, 1]}}'):
         content = len(header).to_bytes(8, "little") + header
-        with digests.updated(out / "checkpoint-6", 6) as entries:
-            file.write_bytes(content)
-            entries[SHARD] = {"header": digests.digest(content), "tensors": {}}
+        file.write_bytes(content)
+        digests.write(out / "checkpoint-6", {SHARD: {"header": digests.digest(content), "tensors": {}}}, 6)
         with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors.* is damaged"):
             check_whole(out / "checkpoint-6", ALONE)

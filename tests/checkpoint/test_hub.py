@@ -24,7 +24,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.observation import tiny as observed
 from hf_gpipe.checkpoint import hub, save, weight_files
-from hf_gpipe.checkpoint.directory import written_whole
+from hf_gpipe.checkpoint.save import written_whole
 from hf_gpipe.errors import CheckpointError, UserError
 from tests.gloo import run_gloo
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
@@ -227,7 +227,7 @@ def test_a_crash_during_a_save_leaves_the_old_checkpoint(tmp_path: Path, monkeyp
     old.save_pretrained(tmp_path)
     expected = weights(old)
     new = Pipeline(tiny_config("llama"), 3, seed=2)
-    for victim in ("save_file", "publish_files"):
+    for victim in ("save_file", "hand_over"):
         monkeypatch.setattr(save, victim, _crash)
         with pytest.raises(KeyboardInterrupt):
             new.save_pretrained(tmp_path)
@@ -305,9 +305,7 @@ def test_what_was_saved_beside_an_older_model_goes_with_it(tmp_path: Path) -> No
 
 
 def save_with(pipe: Pipeline, folder: Path, names: Sequence[str]) -> None:
-    writer = pipe.weights.writer()
-    writer.begin(folder, partial(write_empty, names=names))
-    writer.write()
+    pipe.weights.save(folder, partial(write_empty, names=names))
 
 
 def write_empty(folder: Path, names: Sequence[str]) -> None:

@@ -27,10 +27,9 @@ from hf_gpipe.checkpoint.directory import (
     last_checkpoint,
     rotate,
     tidy,
-    written_whole,
 )
-from hf_gpipe.checkpoint.run_state import DataPosition, RunState
-from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state
+from hf_gpipe.checkpoint.save import written_whole
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, DataPosition, RunState, load_state, read_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World
 from tests.checkpoint.test_digests import make_old

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.checkpoint.copies import copied, on_cpu
+from hf_gpipe.checkpoint.writer import copied, on_cpu
 from hf_gpipe.runtime.host import read
 from hf_gpipe.runtime.timing import ActionTime
 from tests.emulated_cuda.device import counting

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
-from hf_gpipe.checkpoint.run_state import DataPosition, RunState
+from hf_gpipe.checkpoint.state import DataPosition, RunState
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.processes import on_emulated_cuda
 from tests.oracle import padded_batch, tiny_config

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MarianConfig, PreTrainedConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, is_known_exact
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint import hub, writer
 from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.libraries import verified
 from hf_gpipe.model import clone
@@ -97,12 +97,12 @@ def test_files_that_are_read_otherwise_are_an_error(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("unseen")
 def test_files_that_are_written_otherwise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = hub.in_hub_form
+    written = writer.in_hub_form
 
     def changed(stage: Any, tensors: Any) -> Any:
         return {name: tensor + 1 if "o_proj" in name else tensor for name, tensor in written(stage, tensors).items()}
 
-    monkeypatch.setattr(hub, "in_hub_form", changed)
+    monkeypatch.setattr(writer, "in_hub_form", changed)
     with pytest.raises(UnsupportedModelError, match=rf"in stages saves .*o_proj.weight.* otherwise.*{ADVICE}"):
         Pipeline(tiny_config("llama", tied=False), 2)
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.modules.dropout import key, mix
-from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from hf_gpipe.checkpoint.save import written_whole
 from hf_gpipe.data.collate import PairCollator, tokens_of
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.libraries.transformers import CONFIG_NAME
@@ -277,7 +277,7 @@ class PipelineGRPOTrainer(TaskTrainer):
             return
         folder = self._served_folder
         with written_whole(folder, self.world) as temporary:
-            self._own_model_to_save(temporary, self.pipe.world).write()
+            self.pipe.weights.write_new(temporary, self._write_beside_model)
         server, are_adapters = self._server, self.pipe.adapter.peft is not None
         assert server is not None
         self.world.from_main(lambda: server.load(folder, are_adapters=are_adapters), takes_long=True)
