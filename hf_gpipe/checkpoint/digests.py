@@ -202,6 +202,12 @@ def check_model_files(directory: Path) -> None:
             digests.check(part for file in small for part in digests.parts(file))
 
 
+def check_tensors(directory: Path, files: Iterable[str], wanted: Callable[[str], bool]) -> None:
+    """Check the headers and the wanted tensors of files, where there are digests. Raises CheckpointError for damage."""
+    if (digests := Digests.read(directory)) is not None:
+        digests.check(part for file in files for part in digests.parts(file, wanted))
+
+
 @contextmanager
 def advising() -> Iterator[None]:
     """Context manager that adds to an error about a model's files what the user can do."""

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
-from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.digests import Digests
+from hf_gpipe.checkpoint.digests import advising, check_tensors
 from hf_gpipe.checkpoint.save import write_configuration
 from hf_gpipe.checkpoint.weight_files import WHOLE_NUMBERS
 from hf_gpipe.errors import CheckpointError, UserError
@@ -94,9 +93,8 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
     file = directory / WEIGHTS_NAME
     of_stages = [list(adapter_tensors(model, peft)) for model in models.values()]
     names = {name for tensors in of_stages for name, _, _ in tensors}
-    with digests.advising():
-        if (written := Digests.read(directory)) is not None:
-            written.check(written.parts(WEIGHTS_NAME, names.__contains__))
+    with advising():
+        check_tensors(directory, [WEIGHTS_NAME], names.__contains__)
     with _opened(file) as saved:
         for model, tensors in zip(models.values(), of_stages, strict=True):
             _check_fit(saved, file, {name: model.whole_shape(own, tensor) for name, own, tensor in tensors})

@@ -25,7 +25,7 @@ from transformers import TrainerState
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
-from hf_gpipe.checkpoint.digests import Digests
+from hf_gpipe.checkpoint.digests import check_tensors
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.text import show
@@ -302,10 +302,9 @@ def _read_slots(
 ) -> dict[str, dict[str, Any]]:
     """The saved tensors of these parameters, or of their shards, checked by digests: {name: {slot: tensor}}."""
     slots: dict[str, dict[str, Any]] = {}
-    folder, written = checkpoint / FOLDER, Digests.read(checkpoint)
+    folder = checkpoint / FOLDER
+    check_tensors(checkpoint, [f"{FOLDER}/{file}" for file in files], lambda key: key.rpartition("/")[0] in names)
     for file in files:
-        if written is not None:
-            written.check(written.parts(f"{FOLDER}/{file}", lambda key: key.rpartition("/")[0] in names))
         try:
             with safe_open(folder / file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)
