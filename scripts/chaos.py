@@ -39,7 +39,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import pipeline
-from hf_gpipe.checkpoint import directory, save
+from hf_gpipe.checkpoint import save
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
 from hf_gpipe.checkpoint.save import PATIENCE
 from hf_gpipe.errors import EXIT_STOPPED
@@ -92,7 +92,7 @@ PHASES = {
     # A process writes a file of weights and one of state for each checkpoint.
     "weights": Place(save, "save_file", 3, "saving checkpoint-4"),
     "state": Place(save, "save_file", 4, "saving checkpoint-4"),
-    "publish": Place(directory, "replace_directory", 2, "saving checkpoint-4", (0,)),
+    "publish": Place(save, "replace_directory", 2, "saving checkpoint-4", (0,)),
     "evaluation": Place(stage.Stage, "evaluate", 2, "stage {process}, action {process}F1"),
     "generation": Place(generation.Generator, "generate", 1, "translating"),
 }
