@@ -47,7 +47,7 @@ Key = TypeVar("Key")
 
 
 class _Written(NamedTuple):
-    """What a process has written, sent to the other processes."""
+    """The files that a process has written, sent to the other processes."""
 
     weights: dict[str, Shard]
     """The files of the model's tensors."""
