@@ -40,7 +40,7 @@ Tensors = Mapping[str, torch.Tensor]
 Inputs = Mapping[str, Any]
 
 
-class Stage(Protocol):
+class StageParts(Protocol):
     """The parts of a `StageModel` that `Adapter.run` needs."""
 
     model: Any
@@ -254,13 +254,13 @@ class Adapter(ABC):
         return {name: not trained.isdisjoint(layers) for name, layers in self.sources(boundary).items()}
 
     @abstractmethod
-    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: StageParts, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         """Run a stage's layers and return what `StageModel.__call__` returns.
 
         A cache is used only where `inputs` has one, as in generation: `cache_argument` and `use_cache`.
         """
 
-    def computed_once(self, stage: Stage, inputs: Inputs) -> Inputs:
+    def computed_once(self, stage: StageParts, inputs: Inputs) -> Inputs:
         """Return the inputs of a stage's forward, with what frozen layers compute from them alone.
 
         A forward that is recomputed finds these results there.

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
-from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
+from hf_gpipe.adapters.base import Adapter, Inputs, StageParts, Tensors
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
 from hf_gpipe.adapters.classifiers import ONE_CLASS, check_labels, check_range, no_labels, problem_of
 from hf_gpipe.adapters.layers import Layer
@@ -132,7 +132,7 @@ class Chain(Adapter):
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         return {"hidden": self.layers[:boundary]}
 
-    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: StageParts, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         self.observed = self.observations(self._shapes_of(inputs))
         if stage.start == 0 and stage.port.seeds is not None:
             # What the model's own forward draws before its first layer.

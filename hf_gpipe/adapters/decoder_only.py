@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters.attention.documents import Documents, is_flash
 from hf_gpipe.adapters.attention.known_mask import KnownMask
-from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, StageParts, Tensors
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.routers import Router
@@ -102,7 +102,7 @@ class DecoderOnly(TextAdapter):
         """Whether the auxiliary loss is computed: not in generation, which has no loss."""
         return bool(self.routers) and not inputs.keys().isdisjoint(self.loss_keys)
 
-    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: StageParts, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}
         has_auxiliary_loss = self._has_auxiliary_loss(inputs)
         if self.routers:

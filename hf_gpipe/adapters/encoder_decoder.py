@@ -10,7 +10,7 @@ import torch
 
 from hf_gpipe.adapters.attention.documents import Documents, is_flash
 from hf_gpipe.adapters.attention.known_mask import KnownMask
-from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, StageParts, Tensors
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.text import TextAdapter
@@ -135,7 +135,7 @@ class EncoderDecoder(TextAdapter):
         sources = {"hidden": hidden, "encoder_hidden": encoder}
         return {name: sources[name] for name in self._carried(boundary)}
 
-    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: StageParts, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         """Like the base class. Generation runs encoder and decoder separately.
 
         Without `decoder_input_ids` only the encoder runs, with `encoder_outputs` only the decoder.

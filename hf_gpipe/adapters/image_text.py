@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, RowImages, Stage, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, RowImages, StageParts, Tensors
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.image_entries import ImageEntries, ImagesInOrder, ImagesOfGrids, ImagesOfRows
 from hf_gpipe.adapters.layers import Layer
@@ -131,7 +131,7 @@ class ImageText(DecoderOnly):
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         return {"images": self.layers[:1]} if boundary == 1 else super().sources(boundary)
 
-    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: StageParts, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         features = carry.get("images")
         if stage.start == 0 and self.reads(inputs):
             features = self._features(stage.model, inputs)
@@ -146,7 +146,7 @@ class ImageText(DecoderOnly):
         with _replaced(stage.model.model, "get_image_features", lambda *args, **kwargs: made):
             return super().run(stage, inputs, carry)
 
-    def computed_once(self, stage: Stage, inputs: Inputs) -> Inputs:
+    def computed_once(self, stage: StageParts, inputs: Inputs) -> Inputs:
         if stage.start or not self.reads(inputs):
             return inputs
         towers = [stage.model.get_submodule(name) for name in self.tower]

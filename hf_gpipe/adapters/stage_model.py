@@ -39,8 +39,8 @@ from hf_gpipe.registry import parts_of_modes
 class StageModel:
     """The Hugging Face model with the layers `start` to `stop` (exclusive) real and all others replaced by stubs.
 
-    It is built on the meta device and takes memory once it gets its weights (see checkpoint/hub.py). Then `seal` must
-    be called once.
+    It is built on the meta device and takes memory once it gets its weights (see checkpoint/stage_weights.py). Then
+    `seal` must be called once.
 
     Attributes:
         parameters: once it is sealed, its parameters by Hugging Face name; a tied one once, under its source's name.

@@ -66,7 +66,7 @@ class _Tensor(TypedDict):
     data_offsets: Annotated[list[strict_json.Number], Field(min_length=2, max_length=2)]
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file that has its own digest."""
 
     file: str
@@ -117,7 +117,7 @@ class Digests:
                 raise CheckpointError(f"{path} names {file!r}, which is outside of its directory")
         return cls(directory, content["step"], content["files"])
 
-    def parts(self, file: str, wanted: Callable[[str], bool] | None = None) -> list[Part]:
+    def parts(self, file: str, wanted: Callable[[str], bool] | None = None) -> list[FilePart]:
         """The parts of a file that are to be checked. The header of a safetensors file is checked at once.
 
         Args:
@@ -136,7 +136,7 @@ class Digests:
                 raise CheckpointError(f"{path} cannot be read: it is not a regular file")
             size = status.st_size
             if isinstance(entry, str):
-                return [Part(file, None, 0, size, entry)]
+                return [FilePart(file, None, 0, size, entry)]
             header = read_header(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing") from error
@@ -155,18 +155,18 @@ class Digests:
         if size != expected:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header describes {expected}")
         return [
-            Part(file, name, len(header) + start, stop - start, entry["tensors"].get(name))
+            FilePart(file, name, len(header) + start, stop - start, entry["tensors"].get(name))
             for name, (start, stop) in places.items()
             if wanted is None or wanted(name)
         ]
 
-    def check(self, parts: Iterable[Part]) -> None:
+    def check(self, parts: Iterable[FilePart]) -> None:
         """Check parts of files. Raises CheckpointError for a part that has changed."""
         with ThreadPoolExecutor(min(_MOST_THREADS, available_cores())) as pool:
             for _ in pool.map(self._check_part, parts):
                 pass
 
-    def _check_part(self, part: Part) -> None:
+    def _check_part(self, part: FilePart) -> None:
         path = self.directory / part.file
         try:
             digest_now = _digest_of(path, part.start, part.size)

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.collate import ExampleCollator, PairCollator, row_columns
+from hf_gpipe.data.prepared import BATCH_ROWS, cached_table, fingerprint, in_blocks
 from hf_gpipe.data.rows import Read, ReadRow
-from hf_gpipe.data.store import BATCH_ROWS, cached_table, fingerprint, in_blocks
 from hf_gpipe.data.stream import Block
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError

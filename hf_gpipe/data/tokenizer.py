@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_gpipe import strict_json
+from hf_gpipe.data.prepared import cached, fingerprint
 from hf_gpipe.data.splits import MAX_TOKENIZER_EXAMPLES, Corpus
-from hf_gpipe.data.store import cached, fingerprint
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.progress import progress
 from hf_gpipe.recipe import TokenizerSection

@@ -1,7 +1,7 @@
 """The versions of the libraries on which the whole test suite passed; on others tiny clones are compared before use.
 
 On a version that is not listed every model is compared in stages with the plain model: its steps
-(`pipeline/exactness.py`), its files (`model/files.py`) and, before the first `generate`, its generation
+(`pipeline/exactness.py`), its files (`model/verified_files.py`) and, before the first `generate`, its generation
 (`pipeline/generated.py`). What is compared on every version, since it depends on the model, is compared on these too.
 `bash scripts/test_versions.sh` runs the suite on another version.
 """

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.parts.ranks import Ranks
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint import stage_weights
 from hf_gpipe.libraries.torch import FakeTensorMode
 
 Weights: TypeAlias = nn.Module | str | os.PathLike[str] | FakeTensorMode | None
@@ -55,7 +55,7 @@ def assemble(
     if isinstance(weights, nn.Module):
         if peft is not None and has_peft_layers:
             peft.inject(stage.model)
-        hub.take(stage, weights, device)
+        stage_weights.take(stage, weights, device)
     elif weights is None and not isinstance(stage.model, PreTrainedModel):
         # To be timed alone: which values a module begins with is its own affair.
         with torch.device(device), torch.no_grad():
@@ -63,15 +63,15 @@ def assemble(
             for parameter in stage.model.parameters():
                 parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()
     elif weights is None:
-        hub.initialise(stage, device, seed)
+        stage_weights.initialise(stage, device, seed)
     else:
-        hub.load(stage, weights, device, seed, maps_files=maps_files or ranks is not None)
+        stage_weights.load(stage, weights, device, seed, maps_files=maps_files or ranks is not None)
     if peft is not None and not has_peft_layers:
-        hub.add_peft(stage, peft, device, seed)
+        stage_weights.add_peft(stage, peft, device, seed)
     if ranks is not None:
         stage.divide(ranks)
         if isinstance(weights, str | os.PathLike) and not maps_files:
-            hub.leave_files(stage, device)
+            stage_weights.leave_files(stage, device)
     stage.seal(device)
     return stage
 

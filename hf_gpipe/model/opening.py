@@ -38,8 +38,8 @@ from hf_gpipe.checkpoint.weight_files import dtype_of_weights
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.libraries.transformers import GENERATION_CONFIG_NAME, attention_implementation
 from hf_gpipe.libraries.verified import unverified
-from hf_gpipe.model.files import verify_files
 from hf_gpipe.model.spec import ModelSource, ModelSpec
+from hf_gpipe.model.verified_files import verify_files
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint import stage_weights
 from hf_gpipe.checkpoint.peft import load_adapters
 from hf_gpipe.checkpoint.save import written_into
 from hf_gpipe.checkpoint.writer import CheckpointWriter, check_not_quantised
@@ -192,7 +192,7 @@ class StageParameters:
                 load_adapters(Path(directory), models, self.adapter.peft)
                 continue
             for stage_model in models.values():
-                hub.reload(stage_model, directory, self.seed)
+                stage_weights.reload(stage_model, directory, self.seed)
         if self.world.placement.is_shared:
             # Others may still write into weights that all share.
             self.world.barrier()

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.modules.kernels import kernels_of
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint import stage_weights
 from hf_gpipe.errors import UserError, listed
 from hf_gpipe.losses.loss import whole_logits
 from hf_gpipe.model.assembly import assemble
@@ -37,7 +37,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary.boundary_dtype, adapter)
     seed = 0 if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    others = hub.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
+    others = stage_weights.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
     if others and world.is_main:
         logger.warning(
             f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, because the model has no "

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.fields import text_in
+from hf_gpipe.data.prepared import in_blocks
 from hf_gpipe.data.splits import Corpus, read_splits
-from hf_gpipe.data.store import in_blocks
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, evaluate_text
 from hf_gpipe.from_recipe.tasks import Task

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.checkpoint import digests, hub, save
+from hf_gpipe.checkpoint import digests, save, stage_weights
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.checkpoint.directory import check_whole, checkpoints, last_checkpoint, rotate, tidy
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE
@@ -311,9 +311,11 @@ def test_a_stage_checks_only_what_it_reads(model: Path, tmp_path: Path) -> None:
     flip(tmp_path / "one" / "model.safetensors", 8 * content.index(last.numpy().tobytes()))
     adapter = adapter_for(pipe.adapter.config)
     half = len(adapter.layers) // 2
-    hub.load(StageModel(adapter, 0, half), tmp_path / "one", torch.device("cpu"), seed=0)
+    stage_weights.load(StageModel(adapter, 0, half), tmp_path / "one", torch.device("cpu"), seed=0)
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged: the tensor 'lm_head.weight'"):
-        hub.load(StageModel(adapter, half, len(adapter.layers)), tmp_path / "one", torch.device("cpu"), seed=0)
+        stage_weights.load(
+            StageModel(adapter, half, len(adapter.layers)), tmp_path / "one", torch.device("cpu"), seed=0
+        )
 
 
 def test_weights_that_the_digests_do_not_name_are_refused(model: Path) -> None:

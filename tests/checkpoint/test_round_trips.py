@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
-from tests.checkpoint.test_hub import assert_equal, load_plain, saved
+from tests.checkpoint.test_stage_weights import assert_equal, load_plain, saved
 
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": False},

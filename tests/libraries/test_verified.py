@@ -10,11 +10,11 @@ from transformers import LlamaConfig, MarianConfig, PreTrainedConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, is_known_exact
-from hf_gpipe.checkpoint import hub, writer
+from hf_gpipe.checkpoint import stage_weights, writer
 from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.libraries import verified
 from hf_gpipe.model import clone
-from hf_gpipe.model.files import verify_files
+from hf_gpipe.model.verified_files import verify_files
 from hf_gpipe.pipeline.generated import verify_generation
 from hf_gpipe.pipeline.variant import Variant
 from hf_gpipe.runtime import generation
@@ -55,7 +55,7 @@ def test_everything_is_compared_on_an_unseen_version(monkeypatch: pytest.MonkeyP
     def seen(adapter: Any, what: str, compare: Any) -> Any:
         return compared_once(adapter, what, lambda: (compared.append(what), compare())[1])
 
-    for module in ("pipeline.exactness", "model.files", "pipeline.generated"):
+    for module in ("pipeline.exactness", "model.verified_files", "pipeline.generated"):
         monkeypatch.setattr(f"hf_gpipe.{module}.compared_once", seen)
     config = tiny_config("llama", tied=False)
     assert not is_known_exact(adapter_for(config))
@@ -81,7 +81,7 @@ def test_a_renamed_argument_of_the_cache_is_an_error_before_the_first_token(
 @pytest.mark.usefixtures("unseen")
 def test_files_that_are_read_otherwise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that a release changes would give other weights."""
-    take = hub.load
+    take = stage_weights.load
 
     def changed(stage: Any, *args: Any, **options: Any) -> None:
         take(stage, *args, **options)
@@ -90,7 +90,7 @@ def test_files_that_are_read_otherwise_are_an_error(monkeypatch: pytest.MonkeyPa
                 if name.endswith("q_proj.weight"):
                     parameter.copy_(parameter.flip(0))
 
-    monkeypatch.setattr(hub, "load", changed)
+    monkeypatch.setattr(stage_weights, "load", changed)
     with pytest.raises(UnsupportedModelError, match=rf"in stages reads .*q_proj.weight.* otherwise.*{ADVICE}"):
         Pipeline(tiny_config("llama", tied=False), 2)
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, T5Config
 
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.observation.tiny import tiny_config
-from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.checkpoint.stage_weights import initialise
 from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import profile_layers

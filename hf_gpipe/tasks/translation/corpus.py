@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 from hf_gpipe import strict_json
 from hf_gpipe.data.deterministic import SPLITS, split_of, stable_fraction
 from hf_gpipe.data.parts import Part
+from hf_gpipe.data.prepared import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.data.splits import Corpus, check_training, held_out_of
-from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.errors import DataError
 from hf_gpipe.progress import progress
 from hf_gpipe.recipe import DataSection

@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
-from hf_gpipe.data.store import BATCH_ROWS, in_blocks
+from hf_gpipe.data.prepared import BATCH_ROWS, in_blocks
 
 ENGLISH = "en"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_gpipe.data.files import check_data_set, files_of, paired
 from hf_gpipe.data.formats import Row, count_parquet, read_csv, read_jsonl, read_parallel, read_parquet
 from hf_gpipe.data.parts import PLACEHOLDER, FileRows, Part
-from hf_gpipe.data.store import identity_of
+from hf_gpipe.data.prepared import identity_of
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.tasks.translation.fields import ONE_LANGUAGE, UNNAMED, PairFields

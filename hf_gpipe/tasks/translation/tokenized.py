@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
-from hf_gpipe.data.store import cached_table, fingerprint
+from hf_gpipe.data.prepared import cached_table, fingerprint
 from hf_gpipe.data.stream import ResumableStream
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError

@@ -23,7 +23,7 @@ from transformers import (
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.observation import tiny as observed
-from hf_gpipe.checkpoint import hub, save, weight_files
+from hf_gpipe.checkpoint import save, stage_weights, weight_files
 from hf_gpipe.checkpoint.save import written_whole
 from hf_gpipe.errors import CheckpointError, UserError
 from tests.gloo import run_gloo
@@ -169,7 +169,7 @@ def test_only_the_needed_shards_are_fetched(tmp_path: Path, monkeypatch: pytest.
         fetched.clear()
         adapter = adapter_for(plain.config)
         model = StageModel(adapter, 2 * stage, 2 * stage + 2)
-        hub.load(model, tmp_path, torch.device("cpu"), seed=0)
+        stage_weights.load(model, tmp_path, torch.device("cpu"), seed=0)
         model.seal(torch.device("cpu"))
         shards = {name for name in fetched if name.startswith("model-")}
         assert shards == {index[name] for name in model.parameters}

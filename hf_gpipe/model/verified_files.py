@@ -9,7 +9,7 @@ import torch
 
 from hf_gpipe.adapters import unsupported
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.checkpoint import digests, hub, writer
+from hf_gpipe.checkpoint import digests, stage_weights, writer
 from hf_gpipe.checkpoint.save import complete_model, write_configuration, write_shard
 from hf_gpipe.errors import listed, one_line
 from hf_gpipe.model.assembly import assemble
@@ -32,7 +32,7 @@ def _compare(adapter: TextAdapter) -> bool:
     model, clone = clone_of(adapter, adapter.dtype if adapter.quantisation is None else torch.float32)
     expected, copies = model.state_dict(), model.all_tied_weights_keys
     try:
-        with hub.quiet(), TemporaryDirectory(prefix="hf_gpipe-") as folder:
+        with stage_weights.quiet(), TemporaryDirectory(prefix="hf_gpipe-") as folder:
             plain, ours = Path(folder) / "plain", Path(folder) / "ours"
             model.save_pretrained(plain)
             ours.mkdir()

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.data import TokenizedPairs, store, train_tokenizer
+from hf_gpipe.data import TokenizedPairs, prepared, train_tokenizer
 from hf_gpipe.data.tokenizer import identity_of_tokenizer, trained_tokenizer
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import TokenizerSection
@@ -76,12 +76,12 @@ def test_other_content_is_read_again(tmp_path, cache):
 
 
 def test_a_large_file_is_identified_by_its_size_and_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_HASHED_BYTES", 10)
+    monkeypatch.setattr(prepared, "_HASHED_BYTES", 10)
     path = write(tmp_path / "x.jsonl")
-    before = store.identity_of(path)
-    assert store.identity_of(path) == before
+    before = prepared.identity_of(path)
+    assert prepared.identity_of(path) == before
     path.write_text(path.read_text() + " ")
-    assert store.identity_of(path) != before
+    assert prepared.identity_of(path) != before
 
 
 def test_warnings_are_told_each_time(tmp_path, caplog):
@@ -112,10 +112,10 @@ def test_a_corpus_that_cannot_be_read_leaves_nothing(tmp_path, cache):
 def test_the_slower_of_two_processes_takes_what_the_other_has_made(cache):
     def write_and_be_late(folder: Path) -> None:
         (folder / "a").write_text("mine")
-        made = store.cached("x", "key", lambda other: (other / "a").write_text("theirs") and None)
+        made = prepared.cached("x", "key", lambda other: (other / "a").write_text("theirs") and None)
         assert made.is_dir()
 
-    folder = store.cached("x", "key", write_and_be_late)
+    folder = prepared.cached("x", "key", write_and_be_late)
     assert (folder / "a").read_text() == "theirs"
     assert entries(cache) == ["x-key"]
 
@@ -123,7 +123,7 @@ def test_the_slower_of_two_processes_takes_what_the_other_has_made(cache):
 def test_an_entry_can_be_read_by_whom_the_umask_allows(cache):
     before = os.umask(0o022)
     try:
-        entry = store.cached("x", "key", lambda folder: (folder / "a").write_text("") and None)
+        entry = prepared.cached("x", "key", lambda folder: (folder / "a").write_text("") and None)
     finally:
         os.umask(before)
     assert stat.S_IMODE(entry.stat().st_mode) == 0o755
@@ -196,18 +196,18 @@ def test_a_damaged_entry_is_made_again_with_one_line(tmp_path, cache, caplog):
 
 
 def test_a_file_that_does_not_belong_to_an_entry_is_damage(cache):
-    entry = store.cached("x", "key", lambda folder: (folder / "a").write_text("1") and None)
-    assert store.damage(entry) is None
+    entry = prepared.cached("x", "key", lambda folder: (folder / "a").write_text("1") and None)
+    assert prepared.damage(entry) is None
     (entry / "b").symlink_to("/etc/passwd")
-    assert "does not belong there" in store.damage(entry)
-    store.cached("x", "key", lambda folder: (folder / "a").write_text("2") and None)
+    assert "does not belong there" in prepared.damage(entry)
+    prepared.cached("x", "key", lambda folder: (folder / "a").write_text("2") and None)
     assert sorted(path.name for path in entry.iterdir()) == ["a", digests.DIGESTS_FILE]
     assert (entry / "a").read_text() == "2"
 
 
 def test_entries_of_older_versions_and_other_things_in_their_place_are_made_again(cache):
     def make() -> Path:
-        return store.cached("x", "key", lambda folder: (folder / "a").write_text("new") and None)
+        return prepared.cached("x", "key", lambda folder: (folder / "a").write_text("new") and None)
 
     entry = make()
     (entry / digests.DIGESTS_FILE).unlink()
@@ -222,14 +222,14 @@ def test_entries_of_older_versions_and_other_things_in_their_place_are_made_agai
 
 
 def test_a_process_that_is_slower_at_mending_takes_what_the_other_has_made(cache):
-    entry = store.cached("x", "key", lambda folder: (folder / "a").write_text("1") and None)
+    entry = prepared.cached("x", "key", lambda folder: (folder / "a").write_text("1") and None)
     (entry / "a").write_text("damaged")
 
     def write_and_be_late(folder: Path) -> None:
         (folder / "a").write_text("mine")
-        store.cached("x", "key", lambda other: (other / "a").write_text("theirs") and None)
+        prepared.cached("x", "key", lambda other: (other / "a").write_text("theirs") and None)
 
-    assert (store.cached("x", "key", write_and_be_late) / "a").read_text() == "theirs"
+    assert (prepared.cached("x", "key", write_and_be_late) / "a").read_text() == "theirs"
     assert entries(cache) == ["x-key"]
 
 
