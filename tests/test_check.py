@@ -22,6 +22,7 @@ from transformers import (
     PhimoeConfig,
     PreTrainedConfig,
     T5Config,
+    T5Gemma2Config,
     TrOCRConfig,
     XLMConfig,
     ZambaConfig,
@@ -327,6 +328,13 @@ def test_logits_in_float32_have_a_tolerance_of_their_own(monkeypatch: pytest.Mon
     assert comparison.is_exact
     monkeypatch.setattr(stubs.PassThrough, "__call__", _loses_a_little)
     assert not compare(MambaConfig()).is_exact
+
+
+def test_a_clone_without_numbers_in_float64_is_compared_in_float32() -> None:
+    """T5Gemma2's softmax is in float32, where a float64 mask of a whole row is infinite: it was not compared at all."""
+    comparison = compare(T5Gemma2Config())
+    assert comparison.dtype == torch.float32
+    assert comparison.is_exact
 
 
 def test_a_schedule_with_i_and_w_is_checked_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
