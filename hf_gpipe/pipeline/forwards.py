@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.errors import UserError
-from hf_gpipe.losses.loss import Loss
+from hf_gpipe.losses.loss import Loss, Reads
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.pipeline.variant import Variant
@@ -27,6 +27,7 @@ from hf_gpipe.runtime.first_pass import gathered_rows, with_comparison
 from hf_gpipe.runtime.generation import Generator, check_generates
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.schedule import Schedule
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class Forwards:
         Raises:
             UserError: the pipeline has another loss.
         """
-        if type(self.decision.loss).embed is Loss.embed:
+        if type(self.decision.loss).embed is Loss.embed or Reads.TOKENS in self.decision.loss.reads:
             raise UserError(
                 f"embed: the loss is a {type(self.decision.loss).__name__}, which reads no embeddings; give the "
                 "Pipeline loss=EmbeddingLoss() of hf_gpipe.tasks.embeddings"
@@ -163,9 +164,7 @@ class Forwards:
             if self.decision.loss.compares_units and not options.is_likelihood_only:
                 with torch.no_grad():
                     micro_batches = self.compared(micro_batches)
-            names = (kind.evaluation for kind in self.decision.full_table.kinds if kind.evaluation is not None)
-            table = self.decision.schedule(len(micro_batches), next(names, "forward_only"))
-            outputs = self.executor.run(table, micro_batches, options).outputs
+            outputs = self.executor.run(self._table(len(micro_batches)), micro_batches, options).outputs
         outputs = outputs if self.world.place == 0 else {}  # the ranks of a worker have the same
         return Evaluation.gathered(outputs, [micro_batch.num_rows for micro_batch in micro_batches], self.world)
 
@@ -226,9 +225,13 @@ class Forwards:
 
     def _rows(self, micro_batches: list[MicroBatch], options: StepOptions) -> dict[int, torch.Tensor]:
         """The rows of each micro-batch as the loss reads them, (B, E), by its number, where this process has it."""
-        table = self.decision.schedule(len(micro_batches), "forward_only")
-        outputs = self.executor.run(table, micro_batches, options).outputs
+        outputs = self.executor.run(self._table(len(micro_batches)), micro_batches, options).outputs
         return {index: output["rows"] for index, output in outputs.items()}
+
+    def _table(self, num_micro_batches: int) -> Schedule:
+        """The table of forwards alone."""
+        names = (kind.evaluation for kind in self.decision.full_table.kinds if kind.evaluation is not None)
+        return self.decision.schedule(num_micro_batches, next(names, "forward_only"))
 
     def keeping_random_state(self) -> AbstractContextManager[None]:
         """Context manager after which the devices' generators are as before: dropout seeds them."""

@@ -205,8 +205,6 @@ class Stage:
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
                 return outputs
-            if options.is_first_pass:
-                return {"rows": loss.embed(read)}
             targets = self.model.adapter.targets(read.inputs)
             # Its own first, which may note metrics, and that of the likelihood unless it is the same.
             wanted = dict.fromkeys((loss.of_tokens, PLAIN))
@@ -218,10 +216,13 @@ class Stage:
                 losses = [torch.full(targets.shape, math.nan, device=targets.device)]
             if options.is_of_tokens:
                 return {"rows": -losses[0]}
+            read = replace(read, token_losses=losses[0])
+            if options.is_first_pass:
+                return {"rows": loss.embed(read)}
             if deferred is None and options.on_logits is not None:
                 options.on_logits(read.logits, read.inputs)
             outputs |= {"nll": losses[-1].sum(dim=1), "num_units": loss.row_units(targets)}
-            return {**outputs, "loss": loss.of_each_row(replace(read, token_losses=losses[0]))}
+            return {**outputs, "loss": loss.of_each_row(read)}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from hf_gpipe.errors import UserError
 from hf_gpipe.settings.kinds import PAIRS
 from hf_gpipe.settings.mode import Listed
 from hf_gpipe.settings.section import (
@@ -26,24 +27,44 @@ from hf_gpipe.settings.section import (
 
 #: The losses of preferences that need no reference.
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
+#: The losses of preferences that sort the pairs of a mini-batch.
+SORTING = ("aot", "aot_unpaired")
+#: The losses of preferences that read the difference of two rewards, or none. In the other losses of DPO a term of
+#: other divergences would stay that depends on the prompt alone, and is not known.
+_OF_MARGINS = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop", "sft")
+#: The losses of preferences of which each pair may have a weight.
+_OF_PAIRS = (*_OF_MARGINS, "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 
 
 @dataclass(frozen=True)
 class ReadBy:
-    """Marks a key that is read with some values of `loss_type` alone; with another value it must not be given."""
+    """Marks a key that is read with some values of `loss_type` alone; with another value it must not be given.
+
+    Of several values one must be among `loss_types`, with `by_all` each.
+    """
 
     loss_types: tuple[str, ...]
+    by_all: bool = False
 
 
 class LossOptions(Settings):
     """The options of a loss that has several types."""
 
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        """The types whose sum the loss is; mostly one."""
+        given = vars(self)["loss_type"]
+        return (given,) if isinstance(given, str) else given
+
     def model_post_init(self, context: Any, /) -> None:
         for name, key in keys_of(type(self)).items():
             for mark in key.marks:
-                if isinstance(mark, ReadBy) and (chosen := vars(self)["loss_type"]) not in mark.loss_types:
-                    why = f"loss_type is {chosen}, which does not use it; choose {' or '.join(mark.loss_types)}"
-                    refuse_given(self, (name,), why)
+                if not isinstance(mark, ReadBy):
+                    continue
+                others = [chosen for chosen in self.loss_types if chosen not in mark.loss_types]
+                if others and (mark.by_all or len(others) == len(self.loss_types)):
+                    why = f"loss_type is {' and '.join(others)}, which does not use it; choose"
+                    refuse_given(self, (name,), f"{why} {' or '.join(mark.loss_types)}")
 
 
 class ReferenceOptions(LossOptions):
@@ -64,30 +85,49 @@ class _OfReference(Settings):
     """Whether the model has no dropout in training."""
 
 
+PreferenceType = Literal[
+    "sigmoid",
+    "robust",
+    "hinge",
+    "ipo",
+    "sigmoid_norm",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "cpo",
+    "simpo",
+    "orpo",
+]
+_Several = Annotated[tuple[PreferenceType, ...], Field(min_length=1)]
+_Smoothed = ReadBy(("sigmoid", "robust", "exo_pair", *SORTING, "cpo", "simpo"))
+
+
+def _one_of_one(value: Any) -> Any:
+    """A list of names as a tuple, and of a single name that name."""
+    if not isinstance(value, list | tuple):
+        return value
+    return value[0] if len(value) == 1 else tuple(value)
+
+
 class PreferenceOptions(ReferenceOptions):
     """The options of the loss of pairs of answers."""
 
-    loss_type: Literal[
-        "sigmoid",
-        "robust",
-        "hinge",
-        "ipo",
-        "sigmoid_norm",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "cpo",
-        "simpo",
-        "orpo",
-    ] = "sigmoid"
-    """Loss of a pair. sigmoid: DPO; robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero and
-    apo_down: its variants of these names. cpo, simpo and orpo need no reference."""
+    loss_type: Annotated[PreferenceType | _Several, BeforeValidator(_one_of_one)] = "sigmoid"
+    """Loss of a pair, or a list of several, whose sum is the loss. sigmoid: DPO; robust, hinge, ipo, sigmoid_norm,
+    exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down and discopop: its variants of these names; aot and
+    aot_unpaired: variants that sort the pairs of the mini-batch, which needs one more forward; sft: the cross-entropy
+    of the chosen answer. cpo, simpo and orpo need no reference, and stand alone."""
 
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), ReadBy(("sigmoid", "robust", "cpo", "simpo"))] = 0.0
-    """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO), robust, cpo and
-    simpo."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), _Smoothed] = 0.0
+    """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO), robust, exo_pair, aot,
+    aot_unpaired, cpo and simpo."""
 
     reference_free: bool = False
     """Whether the loss leaves the reference out."""
@@ -97,6 +137,44 @@ class PreferenceOptions(ReferenceOptions):
 
     cpo_alpha: Annotated[NotNegative | None, ReadBy(("cpo", "simpo"))] = None
     """cpo and simpo: weight of the cross-entropy of the chosen answers; null: 1 for cpo and 0 for simpo."""
+
+    loss_weights: Annotated[tuple[float, ...] | None, Listed] = None
+    """Factors of the losses that `loss_type` lists; null: 1 each."""
+
+    ld_alpha: Annotated[float | None, Field(ge=0, le=1), ReadBy((*_OF_PAIRS, *SORTING), by_all=True)] = None
+    """Weight of the tokens by which an answer is longer than the other one of its pair (LD-DPO); null: 1."""
+
+    f_divergence_type: Annotated[
+        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"], ReadBy(_OF_MARGINS, by_all=True)
+    ] = "reverse_kl"
+    """The divergence from the reference that the rewards stand for (f-DPO)."""
+
+    f_alpha_divergence_coef: float = 0.5
+    """alpha_divergence: its alpha."""
+
+    use_weighting: Annotated[bool, ReadBy(_OF_PAIRS, by_all=True)] = False
+    """Whether the loss of a pair is multiplied by how likely the model finds both answers, per token (WPO). The logits
+    are then made whole."""
+
+    discopop_tau: Annotated[Positive, ReadBy(("discopop",))] = 0.05
+    """discopop: the temperature at which the logistic and the exponential loss are mixed."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        names = self.loss_types
+        if len(names) > 1 and (alone := [name for name in names if name in WITHOUT_REFERENCE]):
+            raise UserError(f"loss_type is {', '.join(names)}, and {alone[0]} is a loss of its own; name it alone")
+        if self.loss_weights is not None and len(self.loss_weights) != len(names):
+            raise UserError(
+                f"loss_weights has {len(self.loss_weights)} entries, and loss_type {len(names)}; give one for each"
+            )
+        if "exo_pair" in names and not self.label_smoothing:
+            raise UserError(
+                "label_smoothing is 0, and exo_pair reads its logarithm; set it to 0.001, as the paper does"
+            )
+        if self.f_divergence_type != "alpha_divergence":
+            why = f"f_divergence_type is {self.f_divergence_type}, which has none; choose alpha_divergence"
+            refuse_given(self, ("f_alpha_divergence_coef",), why)
 
     @property
     def needs_reference(self) -> bool:

@@ -17,8 +17,11 @@ def describe(schema: Mapping[str, Any]) -> str:
 
 def _alternatives(schema: Mapping[str, Any]) -> list[str]:
     if "anyOf" in schema:
-        null_last = sorted(schema["anyOf"], key=lambda alternative: alternative.get("type") == "null")
-        return [words for alternative in null_last for words in _alternatives(alternative)]
+        names, words = choices(schema), []
+        for alternative in sorted(schema["anyOf"], key=lambda alternative: alternative.get("type") == "null"):
+            is_list_of_names = names and names == choices(alternative.get("items", {}))
+            words += ["a list of these"] if is_list_of_names else _alternatives(alternative)
+        return words
     return [repr(name) for name in choices(schema)] or [_one(schema)]
 
 

@@ -6,7 +6,9 @@ reference, the model before its training. CPO, SimPO and ORPO need none. Names a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,113 +19,142 @@ from hf_gpipe.data.answers import AnsweredRows
 from hf_gpipe.data.chats import preference_of
 from hf_gpipe.data.collate import ExampleCollator
 from hf_gpipe.data.rows import Read
-from hf_gpipe.errors import UserError
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, log_probs_of
 from hf_gpipe.from_recipe.tasks import Task
-from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.losses.preference import LOSSES, PER_TOKEN, Pairs
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.settings.losses import WITHOUT_REFERENCE, PreferenceOptions, PreferencesSection
+from hf_gpipe.settings.losses import SORTING, WITHOUT_REFERENCE, PreferenceOptions, PreferencesSection
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.reference import ReferenceTrainer
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.arguments import argument, key_of
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-#: TRL's default.
-_SIMPO_GAMMA = 0.5
-#: The values of `loss_type` that read the mean log-probability of an answer's tokens, where others read the sum.
-_PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 
 class PreferenceLoss(NotingLoss):
     """The loss of pairs of a chosen row and the rejected row after it.
 
-    m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`. Without a
-    reference, m is the difference of the two log-probabilities log p(y|x).
+    The scores of the two answers are the log-ratios log p(y|x) - log p_ref(y|x), or functions of them if
+    `f_divergence_type` is another divergence (f-DPO, arXiv 2309.16240). m is their difference, s the sigmoid, and e is
+    `label_smoothing`. Without a reference log p_ref is 0.
 
     Args:
         options: those of `PreferenceOptions`.
         loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
             otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
-            (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
-            "sigmoid_norm": -log s(beta m) with log-ratios per token. With the log-ratios c and r of the two answers,
-            times beta: "nca_pair": -log s(c) - (log s(-c) + log s(-r)) / 2 (arXiv 2402.05369); "bco_pair": -log s(c)
-            - log s(-r) (arXiv 2404.04656); "sppo_hard": ((c - 1/2) ** 2 + (r + 1/2) ** 2) / beta ** 2 (arXiv
-            2405.00675); "apo_zero": 1 - s(c) + s(r), and "apo_down": s(c) + 1 - s(c - r) (arXiv 2408.06266).
+            (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with scores per token (arXiv 2310.12036);
+            "sigmoid_norm": -log s(beta m) with scores per token; "exo_pair": the divergence KL of (q, 1 - q) with
+            q = s(beta m) from (1 - e, e) (arXiv 2402.00856, equation 16); "discopop": -log s(beta m) (1 - w) +
+            exp(-beta m) w with w = s(beta m / discopop_tau) (arXiv 2406.08414, equation 5); "sft": the cross-entropy of
+            the chosen answer. With the log-ratios c and r of the two answers, times beta: "nca_pair": -log s(c)
+            - (log s(-c) + log s(-r)) / 2 (arXiv 2402.05369); "bco_pair": -log s(c) - log s(-r) (arXiv 2404.04656);
+            "sppo_hard": ((c - 1/2) ** 2 + (r + 1/2) ** 2) / beta ** 2 (arXiv 2405.00675); "apo_zero":
+            1 - s(c) + s(r), and "apo_down": s(c) + 1 - s(c - r) (arXiv 2408.06266). "aot" and "aot_unpaired": that
+            of "sigmoid" of the differences of sorted values (arXiv 2406.05882). "aot" sorts the differences of
+            log p over the pairs of the mini-batch, and those of log p_ref; "aot_unpaired" the log-ratios of the chosen
+            answers, and those of the rejected ones.
             Without a reference: "cpo": that of "sigmoid" (arXiv 2401.08417); "simpo": that of "sigmoid" of
             m - simpo_gamma / beta, per token (arXiv 2405.14734); "orpo": -beta log s(the logarithm of the
             ratio of the odds p / (1 - p)), per token, with the cross-entropy of the chosen answer (arXiv 2403.07691,
             equation 6).
+        ld_alpha: log p of an answer is the sum over as many tokens as both answers have, and this part of the sum over
+            the others (LD-DPO, arXiv 2409.06411).
+        use_weighting: the loss of a pair is multiplied by exp(w(chosen) + w(rejected)), through which no gradient
+            flows: w is the mean over an answer's tokens of log p - log sum p ** 2, where the sum is over the vocabulary
+            (WPO, arXiv 2406.11827, equation 2).
     """
 
     options = PreferenceOptions()
     metrics = METRICS
-    reads = Reads.ROWS
     rows_per_unit = 2
 
     def __init__(self, *options: Any, **by_name: Any) -> None:
         super().__init__(*options, **by_name)
-        self.needs_reference = self.options.needs_reference
+        given = self.options
+        self.needs_reference = given.needs_reference
+        self.reads = Reads.ROWS | Reads.LOGITS if given.use_weighting else Reads.ROWS
+        # The mean of the cross-entropy is over all tokens, and so it has no part of its own in the loss of a pair.
+        self.compares_units = any(
+            name in SORTING or (name == "sft" and given.use_weighting) for name in given.loss_types
+        )
 
-    @property
-    def _weight_of_chosen(self) -> float:
-        """The weight of the cross-entropy of the chosen answers."""
-        given, loss_type = self.options.cpo_alpha, self.options.loss_type
-        return float(loss_type in ("cpo", "orpo")) if given is None else given
+    def num_forwards(self, *, has_reference: bool) -> int:
+        """Count the second forward of the reference too, on the tokens that both answers have."""
+        is_cut = self.needs_reference and self.options.ld_alpha is not None
+        return super().num_forwards(has_reference=has_reference) + int(is_cut and has_reference)
 
     def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
         """The answer's tokens in chosen rows, 0 in rejected ones."""
         return TokenLoss.units(targets).sum(dim=1) * self.row_units(targets)
 
+    def with_passes(
+        self, batch: Mapping[str, torch.Tensor], model: LogProbs, reference: LogProbs
+    ) -> Mapping[str, torch.Tensor]:
+        return super().with_passes(batch, model, partial(self.reference_of, reference))
+
+    def reference_of(self, log_probs: LogProbs, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The rows' log p_ref (N,) as the loss reads them, from a function that gives them by all tokens."""
+        if (alpha := self.options.ld_alpha) is None:
+            return log_probs(batch)
+        labels = batch["labels"]
+        cut = {**batch, "labels": labels.masked_fill(~_is_shared(labels), IGNORED_LABEL)}
+        return alpha * log_probs(batch) + (1 - alpha) * log_probs(cut)
+
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""
-        inputs, noted = read.inputs, read.log_probs.view(-1, 2)
-        ratios = noted - inputs["ref_logps"].to(noted).view(-1, 2) if self.needs_reference else noted
-        scores = ratios
-        if self.options.loss_type in _PER_TOKEN:
-            lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1).view(-1, 2)
-            scores = ratios / lengths
-            if self.options.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
-                noted = ratios = scores
-        chosen, rejected = (self.options.beta * ratios.detach().double()).unbind(dim=1)
-        self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
-        losses = self._of_scores(*scores.unbind(dim=1))
-        if weight := self._weight_of_chosen:
-            # A mean over tokens, and not over pairs.
-            losses = losses - weight * read.log_probs[::2] * (read.num_units / read.num_tokens)
-        return losses
+        if self.compares_units:
+            return super().of_units(read)
+        return self.compare(self.embed(read), read.inputs["labels"])
 
-    def _of_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """The loss of pairs (B / 2,) without the cross-entropy, from their log-ratios or log-probabilities."""
-        margin, smoothing = chosen - rejected, self.options.label_smoothing
-        if self.options.loss_type == "orpo":
-            odds = [log_probs - torch.log(-torch.expm1(log_probs)) for log_probs in (chosen, rejected)]
-            return -self.options.beta * F.logsigmoid(odds[0] - odds[1])
-        if self.options.loss_type == "ipo":
-            return (margin - 1 / (2 * self.options.beta)) ** 2
-        scaled, c, r = self.options.beta * margin, self.options.beta * chosen, self.options.beta * rejected
-        if self.options.loss_type == "nca_pair":
-            return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
-        if self.options.loss_type == "bco_pair":
-            return -F.logsigmoid(c) - F.logsigmoid(-r)
-        if self.options.loss_type == "sppo_hard":
-            return ((c - 0.5) ** 2 + (r + 0.5) ** 2) / self.options.beta**2
-        if self.options.loss_type == "apo_zero":
-            return 1 - torch.sigmoid(c) + torch.sigmoid(r)
-        if self.options.loss_type == "apo_down":
-            return torch.sigmoid(c) + 1 - torch.sigmoid(scaled)
-        if self.options.loss_type == "simpo":
-            scaled = scaled - (_SIMPO_GAMMA if self.options.simpo_gamma is None else self.options.simpo_gamma)
-        if self.options.loss_type == "hinge":
-            return torch.relu(1 - scaled)
-        if self.options.loss_type == "robust":
-            losses = -(1 - smoothing) * F.logsigmoid(scaled) + smoothing * F.logsigmoid(-scaled)
-            return losses / (1 - 2 * smoothing)
-        return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
+    def embed(self, read: LossInputs) -> torch.Tensor:
+        """The tensors of `Pairs`, and the weight of each row: (B, 5)."""
+        labels, log_probs = read.inputs["labels"], read.log_probs
+        # A mean over tokens, and not over pairs.
+        cross_entropy = -log_probs * (read.num_units / read.num_tokens)
+        is_target = F.pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
+        if (alpha := self.options.ld_alpha) is not None:
+            is_cut = is_target & ~F.pad(_is_shared(labels)[:, 1:], (0, 1))
+            log_probs = -(read.token_losses * (1 - (1 - alpha) * is_cut.to(log_probs))).sum(dim=1)
+        reference = read.inputs["ref_logps"] if self.needs_reference else torch.zeros_like(log_probs)
+        lengths, weights = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1), torch.ones_like(log_probs)
+        if self.options.use_weighting:
+            logits = read.logits.detach().to(torch.promote_types(read.logits.dtype, torch.float32))
+            of_squares = (2 * logits).logsumexp(dim=-1) - 2 * logits.logsumexp(dim=-1)
+            aligned = (-read.token_losses.detach() - of_squares) * is_target
+            weights = (aligned.sum(dim=1) / is_target.sum(dim=1).clamp(min=1)).exp()
+        return torch.stack(
+            [own.to(log_probs) for own in (log_probs, reference, lengths, cross_entropy, weights)], dim=1
+        )
+
+    def compare(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of each pair, (N / 2,), from `embed`."""
+        given = self.options
+        log_probs, reference, lengths, cross_entropy, weights = rows.view(-1, 2, rows.shape[1]).unbind(dim=2)
+        pairs = Pairs(log_probs, reference, lengths, cross_entropy, given)
+        noted, ratios = pairs.log_probs, pairs.ratios
+        if given.loss_type in WITHOUT_REFERENCE and given.loss_type in PER_TOKEN:  # as are TRL's metrics
+            noted = ratios = pairs.log_probs / pairs.lengths
+        chosen, rejected = (given.beta * ratios.detach().double()).unbind(dim=1)
+        self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
+        if given.use_weighting and self.compares_units:  # weights of pairs multiply the mean over all tokens
+            pairs = replace(pairs, cross_entropy=cross_entropy.mean(dim=0).expand_as(cross_entropy))
+        factors = given.loss_weights or (1.0,) * len(given.loss_types)
+        losses = [factor * LOSSES[name](pairs) for name, factor in zip(given.loss_types, factors, strict=True)]
+        return torch.stack(losses).sum(dim=0) * weights.prod(dim=1)
+
+
+def _is_shared(labels: torch.Tensor) -> torch.Tensor:
+    """Which labels (N, T) of pairs of answers are among as many targets as both answers have."""
+    is_target = F.pad(labels[:, 1:] != IGNORED_LABEL, (1, 0))
+    place = is_target.cumsum(dim=1)
+    shared = place[:, -1].view(-1, 2).amin(dim=1).repeat_interleave(2)
+    return is_target & (place <= shared[:, None])
 
 
 class PreferenceExamples(AnsweredRows):
@@ -164,14 +195,8 @@ class PipelineDPOConfig(ReferenceArguments):
     precompute_ref_batch_size: int | None = argument(
         None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
+    loss_type: list[str] = key_of(PreferencesSection, "loss_type")  # a type that a command line can have
     _loss, section = PreferenceLoss, PreferencesSection
-
-    def check(self) -> None:
-        if isinstance(given := self.__dict__["loss_type"], list):  # as TRL's is
-            if len(given) != 1:
-                raise UserError(f"loss_type={given!r}: a sum of losses is not supported; name one")
-            self.__dict__["loss_type"] = given[0]
-        super().check()
 
     @property
     def loss_text(self) -> str:

@@ -42,7 +42,6 @@ REFUSED = {
 }
 
 _REFERENCE = "the reference is the model before its training, or ref_model; leave it out"
-_ONE_LOSS = "loss_type names one loss, and the losses of DPO's paper and its variants alone are supported; leave it out"
 _SFT_ONLY = "only PipelineSFTConfig has it"
 
 _AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
@@ -64,12 +63,6 @@ MISSING_ARGUMENTS = {
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "fp16_backend": _AUTOCAST,
     "half_precision_backend": _AUTOCAST,
-    "loss_weights": "a sum of losses is not supported; name one loss_type and leave it out",
-    "ld_alpha": _ONE_LOSS,
-    "f_divergence_type": _ONE_LOSS,
-    "f_alpha_divergence_coef": _ONE_LOSS,
-    "use_weighting": _ONE_LOSS,
-    "discopop_tau": _ONE_LOSS,
     "sync_ref_model": _REFERENCE,
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_sync_steps": _REFERENCE,

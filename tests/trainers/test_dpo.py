@@ -215,6 +215,17 @@ BESIDE_TRL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "simpo": ("CPO", "simpo", {"cpo_alpha": 0.5, "simpo_gamma": 0.7}),
     "orpo": ("ORPO", "", {}),
 }
+OF_DPO: dict[str, dict[str, Any]] = {
+    "several": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5]},
+    "aot": {"loss_type": "aot"},
+    "aot_unpaired": {"loss_type": ["aot_unpaired", "sft"], "label_smoothing": 0.1},
+    "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.01, "f_divergence_type": "js_divergence"},
+    "discopop": {"loss_type": "discopop", "discopop_tau": 0.1, "f_divergence_type": "forward_kl"},
+    "ld": {"ld_alpha": 0.4, "precompute_ref_log_probs": True},
+    "wpo": {"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True},
+    "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3, "ld_alpha": 0.0},
+}
+BESIDE_TRL |= {name: ("DPO", "", own) for name, own in OF_DPO.items()}
 
 
 @pytest.mark.parametrize(
@@ -253,7 +264,12 @@ def test_thirty_steps_of_trl(loss_type: str, has_lora: bool, tmp_path: Path) -> 
         peft = pytest.importorskip("peft")
         options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     made, ours = made_trainer(
-        tmp_path, copy.deepcopy(model), training, options | {"eval_dataset": held_out}, loss_type=loss_type, **common
+        tmp_path,
+        copy.deepcopy(model),
+        training,
+        options | {"eval_dataset": held_out},
+        **({} if loss_type in OF_DPO else {"loss_type": loss_type}),
+        **common,
     )
     if name:
         common["loss_type"] = [name] if kind == "DPO" else name
@@ -317,7 +333,7 @@ def test_the_formulas_of_every_loss() -> None:
         assert counts == [1] * 6
         assert not loss.take(is_training=True).any()
     free = PreferenceLoss(0.5, reference_free=True)
-    assert float(free.of_units(LossInputs({}, 1, token_losses=losses))) == pytest.approx(
+    assert float(free.of_units(LossInputs({"labels": labels}, 1, token_losses=losses))) == pytest.approx(
         -float(F.logsigmoid(torch.tensor(2.5)))
     )
 
@@ -387,7 +403,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for values, message in (
         ({"beta": 0.0}, "beta: found 0.0 .*expected a number above 0"),
         ({"loss_type": "sigmod"}, "loss_type: found 'sigmod' .*expected 'sigmoid'.*did you mean 'sigmoid'"),
-        ({"loss_type": ["sigmoid", "ipo"]}, "a sum of losses is not supported"),
+        ({"loss_type": ["sigmoid", "cpo"]}, "loss_type is sigmoid, cpo, and cpo is a loss of its own; name it alone"),
+        ({"loss_type": ["sigmoid", "sftt"]}, r"loss_type: found \['sigmoid', 'sftt'\] .*'orpo' or a list of these"),
+        ({"loss_type": ["sft", "ipo"], "loss_weights": [1.0]}, "loss_weights has 1 entries, and loss_type 2"),
+        ({"loss_type": "exo_pair"}, "label_smoothing is 0, and exo_pair reads its logarithm"),
+        (
+            {"loss_type": ["ipo", "nca_pair"], "f_divergence_type": "forward_kl"},
+            "f_divergence_type is 'forward_kl' .*loss_type is nca_pair, which does not use it; choose sigmoid or",
+        ),
+        ({"loss_type": ["aot", "sft"], "use_weighting": True}, "use_weighting is true .*loss_type is aot, which does"),
+        ({"f_alpha_divergence_coef": 2.0}, "f_divergence_type is reverse_kl, which has none"),
         (
             {"loss_type": "ipo", "label_smoothing": 0.1},
             "label_smoothing is 0.1 .*loss_type is ipo, which does",

@@ -163,6 +163,10 @@ class HeadPart:
         losses = (losses * probability).masked_fill(~is_unit, 0).view(targets.shape)
         read = LossInputs(micro_batch.inputs, micro_batch.num_units, micro_batch.num_tokens, losses)
         if not is_training:
+            if context.options.is_of_tokens:
+                return {}, {"rows": -losses}
+            if context.options.is_first_pass:
+                return {}, {"rows": loss.embed(read)}
             plain = vocabulary_loss.losses_of(whole[:4], size, 0.0).masked_fill(~is_unit, 0).view(targets.shape)
             outputs = {"nll": plain.sum(1), "num_units": loss.row_units(targets)}
             return {}, {**outputs, "loss": loss.of_each_row(read)}
