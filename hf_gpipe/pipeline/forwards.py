@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.errors import UserError
-from hf_gpipe.losses.loss import Loss, Reads
+from hf_gpipe.losses.loss import LogProbs, Loss, Reads
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.pipeline.variant import Variant
@@ -40,6 +40,7 @@ class Forwards:
         edges: at the ends of these stages.
         cutting: of mini-batches in training; in evaluation the number of micro-batches alone counts.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
+        reference: gives log-probabilities by the model before its training, where that is in memory otherwise.
     """
 
     decision: Decision
@@ -49,6 +50,7 @@ class Forwards:
     executor: Executor
     cutting: Cutting
     has_new_adapters: bool
+    reference: LogProbs | None = None
 
     def __post_init__(self) -> None:
         self.adapter, self.world = self.decision.adapter, self.decision.world
@@ -142,6 +144,8 @@ class Forwards:
 
     def reference_log_probs(self, rows: Batch) -> torch.Tensor:
         """`log_probs` by the model before its training. Raises UserError where that model is gone."""
+        if self.reference is not None:
+            return self.reference(rows)
         if not self.has_new_adapters:
             raise UserError(
                 "the loss needs the log-probabilities of the model before its training, and without new PEFT adapters, "

@@ -79,10 +79,30 @@ class _OfReference(Settings):
 
     precompute_ref_log_probs: bool = False
     """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
-    adapters turned off. Without `lora.r` they are always computed before."""
+    adapters turned off. Without `lora.r` they are always computed before, unless the data is a stream or
+    `sync_ref_model` is true."""
 
     disable_dropout: bool = True
     """Whether the model has no dropout in training."""
+
+    sync_ref_model: bool = False
+    """Whether the reference follows the model (TR-DPO). A copy of the trained weights is then kept in memory, which the
+    planner does not count."""
+
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """sync_ref_model: by which share of the way the reference moves to the model."""
+
+    ref_model_sync_steps: Count = 512
+    """sync_ref_model: number of updates between two such moves."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        if self.sync_ref_model:
+            why = "sync_ref_model is true, so the reference changes; choose one of them"
+            refuse_given(self, ("precompute_ref_log_probs",), why)
+        else:
+            why = "sync_ref_model is false, so the reference stays; set that to true"
+            refuse_given(self, ("ref_model_mixup_alpha", "ref_model_sync_steps"), why)
 
 
 PreferenceType = Literal[
@@ -191,7 +211,8 @@ class PreferencesSection(_OfReference, PreferenceOptions):
         super().model_post_init(context)
         if not self.needs_reference:
             free = "reference_free is true" if self.reference_free else f"loss_type is {self.loss_type}"
-            refuse_given(self, ("precompute_ref_log_probs",), f"{free}, so no reference is read; change that")
+            names = ("precompute_ref_log_probs", "sync_ref_model")
+            refuse_given(self, names, f"{free}, so no reference is read; change that")
 
 
 class KTOOptions(ReferenceOptions):

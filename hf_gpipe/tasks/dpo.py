@@ -19,6 +19,7 @@ from hf_gpipe.data.answers import AnsweredRows
 from hf_gpipe.data.chats import preference_of
 from hf_gpipe.data.collate import ExampleCollator
 from hf_gpipe.data.rows import Read
+from hf_gpipe.errors import check_choice
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, log_probs_of
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
@@ -30,6 +31,7 @@ from hf_gpipe.settings.losses import SORTING, WITHOUT_REFERENCE, PreferenceOptio
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.reference import ReferenceTrainer
 from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.loader import Batch
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -195,8 +197,13 @@ class PipelineDPOConfig(ReferenceArguments):
     precompute_ref_batch_size: int | None = argument(
         None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
+    truncation_mode: str = argument("keep_start", "The end of a prompt with its answer that is kept: keep_start alone.")
     loss_type: list[str] = key_of(PreferencesSection, "loss_type")  # a type that a command line can have
     _loss, section = PreferenceLoss, PreferencesSection
+
+    def check(self) -> None:
+        check_choice("truncation_mode", self.truncation_mode, ("keep_start",))
+        super().check()
 
     @property
     def loss_text(self) -> str:
@@ -213,8 +220,7 @@ class PipelineDPOTrainer(ReferenceTrainer):
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
         data_collator: makes a mini-batch of rows; None: `PreferenceCollator`.
-        train_dataset: rows that `PreferenceExamples` accepts, or its examples. It may be iterable where the reference
-            is computed in each step, or where the loss has none.
+        train_dataset: rows that `PreferenceExamples` accepts, or its examples. It may be iterable.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None: the tokenizer of the Hub id or directory that the model comes from.
         compute_metrics, callbacks, optimizers: as for `PipelineTrainer`.
@@ -227,6 +233,9 @@ class PipelineDPOTrainer(ReferenceTrainer):
     _other_columns = ("ref_chosen_logps", "ref_rejected_logps")
     _arguments, examples = PipelineDPOConfig, PreferenceExamples
     args: PipelineDPOConfig
+
+    def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
+        return super()._log_probs_of(partial(self.args.make_loss().reference_of, log_probs), batch)
 
     def _batch_size_of_reference(self, batch_size: int) -> int:
         return self.args.precompute_ref_batch_size or batch_size

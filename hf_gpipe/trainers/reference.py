@@ -1,21 +1,26 @@
 """`ReferenceTrainer`: a trainer whose loss reads the log-probabilities of the model before its training.
 
 They are entries of the mini-batches. With new PEFT adapters the pipeline computes them in each step, with the adapters
-turned off; otherwise they are computed once, before the training.
+turned off; otherwise they are computed once, before the training. Where they cannot be, because the rows are a stream
+or the reference follows the model, the reference stays in memory: `ref_model`, or a copy of the trained weights.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_gpipe.data.encoded import Columns
 from hf_gpipe.data.stream import EncodedStream
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
+from hf_gpipe.model.kept_weights import KeptWeights
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.progress import progress
 from hf_gpipe.recipe.batch_size import BatchSize
@@ -39,30 +44,86 @@ class ReferenceTrainer(TaskTrainer):
         *others: Any,
         **named: Any,
     ) -> None:
-        self._has_other_reference = ref_model is not None
-        if ref_model is not None and isinstance(args, ReferenceArguments) and not args.make_loss().needs_reference:
-            raise UserError(f"ref_model is given, and {args.loss_text} reads no reference; leave it out")
+        self._given_reference = ref_model
+        if ref_model is not None and isinstance(args, ReferenceArguments):
+            if not args.make_loss().needs_reference:
+                raise UserError(f"ref_model is given, and {args.loss_text} reads no reference; leave it out")
+            if args.sync_ref_model:
+                raise UserError(
+                    "sync_ref_model=True moves a copy of the weights that the model has before its training, and "
+                    "ref_model is another reference; leave one of them out"
+                )
         super().__init__(model, args, *others, **named)
         pipe, args = self.pipe, self.args
-        self._precomputes = pipe.loss.needs_reference and (
-            args.precompute_ref_log_probs or self._has_other_reference or not pipe.has_new_adapters
-        )
+        self._kept: KeptWeights | None = None
+        reads = pipe.loss.needs_reference and (ref_model is not None or not pipe.has_new_adapters)
+        keeps = reads and not args.precompute_ref_log_probs and (args.sync_ref_model or self._trains_on_stream())
+        self._precomputes = not keeps and (reads or (pipe.loss.needs_reference and args.precompute_ref_log_probs))
         if not self._precomputes and (size := getattr(args, "precompute_ref_batch_size", None)) is not None:
             raise UserError(
                 f"precompute_ref_batch_size={size} would have no effect: no log-probabilities of a reference are "
                 "computed before the training; leave it out, or set precompute_ref_log_probs=True"
             )
-        if self._precomputes:
-            reference = pipe
-            if ref_model is not None:
-                config = pipe.config.reopened(partition="count")
-                if is_table_file(config.schedule):  # it only runs forwards
-                    config = config.replace(schedule="gpipe", recompute="stage")
-                options: dict[str, Any] = {}
-                if isinstance(ref_model, str | os.PathLike):
-                    options = {"dtype": pipe.adapter.dtype, "trust_remote_code": args.trusts_model}
-                reference = Pipeline(ref_model, config=config, autocast=args.autocast, **options)
+        if args.sync_ref_model and not keeps:
+            raise UserError(
+                "sync_ref_model=True: the reference is the model without its new adapters, which never changes; leave "
+                "it out, or train all weights"
+            )
+        reference = pipe if ref_model is None else self._opened(ref_model)
+        if keeps:
+            self._keep(reference)
+        elif self._precomputes:
             self._precompute(reference)
+
+    def _prepare_data(self, model: Any) -> None:
+        def check() -> None:
+            if self.train_dataset is None and self.eval_dataset is None:
+                raise UserError("`train_dataset` is required; give the rows to train on, or to evaluate on")
+
+        self.world.from_main(check)
+        super()._prepare_data(model)
+
+    def _trains_on_stream(self) -> bool:
+        return bool(self.world.from_main(lambda: isinstance(self.train_dataset, EncodedStream)))
+
+    def _opened(self, ref_model: ModelSource) -> Pipeline:
+        """The reference that was given, in as many stages."""
+        config = self.pipe.config.reopened(partition="count")
+        if is_table_file(config.schedule):  # it only runs forwards
+            config = config.replace(schedule="gpipe", recompute="stage")
+        options: dict[str, Any] = {}
+        if isinstance(ref_model, str | os.PathLike):
+            options = {"dtype": self.pipe.adapter.dtype, "trust_remote_code": self.args.trusts_model}
+        return Pipeline(ref_model, config=config, autocast=self.args.autocast, **options)
+
+    def _keep(self, reference: Pipeline) -> None:
+        """Keep the reference in memory, for each step."""
+        if reference is not self.pipe:
+            self.pipe.forwards.reference = reference.log_probs
+            return
+        if self.pipe.config.visits.offload_weights == "all":
+            raise UserError(
+                "offload_weights is all, and the reference would be a second copy of these weights: sync_ref_model and "
+                "streams need it; train new adapters (peft_config), or give list(...) of the stream"
+            )
+        kept = self._kept = KeptWeights(self.pipe.weights)
+
+        def log_probs(rows: Batch) -> torch.Tensor:
+            with kept.in_place():
+                return self.pipe.log_probs(rows)
+
+        self.pipe.forwards.reference = log_probs
+        if self.args.sync_ref_model:
+            self.callback_handler.add_callback(_Sync(kept))
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference, where it is a model of its own: the given one, or a copy of the weights kept in memory, whose
+        tensors on other processes are on the meta device. Every process asks for it."""
+        if self._kept is None:
+            return self._given_reference if isinstance(self._given_reference, nn.Module) else None
+        with self._kept.in_place():
+            return copy.deepcopy(self.model)
 
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
         """The columns of a mini-batch's examples, (examples, len(_other_columns)), by the reference."""
@@ -83,8 +144,8 @@ class ReferenceTrainer(TaskTrainer):
         """Whether a dataset has rows, without the reference's log-probabilities. Raises UserError for a stream."""
         if isinstance(dataset, EncodedStream):
             raise UserError(
-                "train_dataset is a stream, and the reference's log-probabilities are computed once, before the "
-                "training; train new adapters (peft_config), choose a loss without a reference, or give list(...) of it"
+                "precompute_ref_log_probs=True is not supported with IterableDataset: the log-probabilities are "
+                "columns of a dataset with an index; leave it out, or give list(...) of train_dataset"
             )
         return dataset is not None and len(dataset) > 0 and self._other_columns[0] not in dataset[0]
 
@@ -111,10 +172,30 @@ class ReferenceTrainer(TaskTrainer):
     def _completed(self, dataset: Any) -> Any:
         if not self._precomputes:
             return dataset
-        is_gone = self._has_other_reference or (self.state.global_step and not self.pipe.has_new_adapters)
+        is_gone = self._given_reference is not None or (self.state.global_step and not self.pipe.has_new_adapters)
         if is_gone and self.world.from_main(lambda: self._lacks_columns(dataset)):
-            raise UserError("the reference is not in memory any more; give this dataset to the constructor")
+            raise UserError(
+                "Cannot compute reference log-probs for a dataset passed to evaluate: the reference is not in memory "
+                "any more; give this dataset to the constructor"
+            )
         return self._with_reference(self.pipe, dataset, self.args.per_device_eval_batch_size)
+
+
+class _Sync(TrainerCallback):
+    """Moves the reference towards the model, every `ref_model_sync_steps` updates."""
+
+    def __init__(self, kept: KeptWeights) -> None:
+        self._kept = kept
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        if state.global_step:
+            raise UserError(
+                "sync_ref_model=True: checkpoints do not have the reference, which has moved; begin the training anew"
+            )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._kept.mix(args.ref_model_mixup_alpha)
 
 
 class _WithReference(Columns):

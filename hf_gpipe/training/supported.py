@@ -41,7 +41,6 @@ REFUSED = {
     "skip_memory_metrics": "every log has peak_memory_bytes",
 }
 
-_REFERENCE = "the reference is the model before its training, or ref_model; leave it out"
 _SFT_ONLY = "only PipelineSFTConfig has it"
 
 _AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
@@ -63,9 +62,6 @@ MISSING_ARGUMENTS = {
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "fp16_backend": _AUTOCAST,
     "half_precision_backend": _AUTOCAST,
-    "sync_ref_model": _REFERENCE,
-    "ref_model_mixup_alpha": _REFERENCE,
-    "ref_model_sync_steps": _REFERENCE,
     "truncation_mode": f"rows are cut at their end; {_SFT_ONLY}",
     "padding_free": f"packing=True of PipelineTrainingArguments leaves padding out; {_SFT_ONLY}",
     "pad_to_multiple_of": "each micro-batch is as wide as its longest row; leave it out",

@@ -25,6 +25,7 @@ from hf_gpipe.data import stream
 from hf_gpipe.errors import DataError, UserError
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
+from tests.oracle import plain_model
 from tests.trainers import test_dpo, test_kto, test_sft
 from tests.training.toy import weights
 
@@ -51,6 +52,14 @@ TASKS: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[dict[str, Any]
         {},
     ),
     "dpo": (PipelineDPOTrainer, test_dpo.arguments, test_dpo.rows, LORA),
+    "dpo of all weights": (PipelineDPOTrainer, test_dpo.arguments, test_dpo.rows, {}),
+    "dpo beside another model": (
+        PipelineDPOTrainer,
+        test_dpo.arguments,
+        test_dpo.rows,
+        {"ref_model": plain_model(test_dpo.config(), seed=3)},
+    ),
+    "kto of all weights": (PipelineKTOTrainer, _other(PipelineKTOConfig), lambda: test_kto.rows(24), {}),
     "kto": (PipelineKTOTrainer, _other(PipelineKTOConfig), lambda: test_kto.rows(24), LORA),
     "reward": (PipelineRewardTrainer, _other(PipelineRewardConfig), test_dpo.rows, {}),
     "embeddings": (
@@ -81,7 +90,8 @@ def made(task: str, folder: Path | str, as_stream: bool, **values: Any) -> Any:
 def test_a_stream_trains_and_evaluates_as_its_rows_in_a_list(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An iterable dataset was an error for every task of TRL's."""
+    """An iterable dataset was an error for every task of TRL's, and later where all weights were trained beside a
+    reference, whose log-probabilities must then be computed in each step."""
     monkeypatch.setattr(stream, "_BLOCK_ROWS", 5)
     listed, streamed = (made(task, tmp_path / str(kind), kind) for kind in (False, True))
     listed.train()
@@ -161,9 +171,9 @@ def test_a_state_is_the_place_after_each_example(monkeypatch: pytest.MonkeyPatch
 
 
 def test_streams_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
-    args = test_dpo.arguments(tmp_path)
+    args = test_dpo.arguments(tmp_path, precompute_ref_log_probs=True)
     rows = Dataset.from_list(test_dpo.rows()).to_iterable_dataset()
-    with pytest.raises(UserError, match=r"train_dataset is a stream, and the reference's .*; train new adapters"):
+    with pytest.raises(UserError, match="precompute_ref_log_probs=True is not supported with IterableDataset"):
         PipelineDPOTrainer(test_dpo.config(), args=args, train_dataset=rows, processing_class=tokenizer())
     with pytest.raises(DataError, match="an iterator, which can be read once; give a map-style or iterable dataset"):
         PipelineDPOTrainer(test_dpo.config(), args=args, train_dataset=iter(rows), processing_class=tokenizer())
