@@ -29,6 +29,7 @@ from hf_gpipe.schedule import Costs, Schedule, build, check_table, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.tasks.grpo.loss import GRPOLoss
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 from tests.training import toy
@@ -132,6 +133,7 @@ def test_losses_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_does_not_go_together_is_an_error(tmp_path: Path) -> None:
+    """A loss that divides the logits by a temperature was computed without the temperature."""
     config, smaller = tiny_config("llama"), tiny_config("llama")
     smaller.vocab_size -= 1
     smaller.save_pretrained(tmp_path)
@@ -140,6 +142,7 @@ def test_what_does_not_go_together_is_an_error(tmp_path: Path) -> None:
     for settings_, message in (
         ({"partition": [2, 3, 1]}, "'vocab_1f1b' divides the head.*the last stage has the head alone"),
         ({"boundary_dtype": "float32"}, "schedule is vocab_1f1b and boundary_dtype is float32"),
+        ({"loss": GRPOLoss(temperature=0.5)}, "'vocab_1f1b' divides the head.*changes the logits in a way of its own"),
         ({"loss": LogitsLoss(_sum_of_logits)}, "'vocab_1f1b' divides the head.*more than the losses of tokens"),
         (
             {"peft_config": peft_of("q_proj")},

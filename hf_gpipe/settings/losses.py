@@ -31,8 +31,8 @@ WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
 SORTING = ("aot", "aot_unpaired")
 #: The losses of preferences that read the difference of two rewards, or none. In the other losses of DPO a term of
 #: other divergences would stay that depends on the prompt alone, and is not known.
-_OF_MARGINS = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop", "sft")
-#: The losses of preferences of which each pair may have a weight.
+_OF_MARGINS = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop")
+#: The losses of preferences of which each pair has its own; that of sft is a mean over tokens.
 _OF_PAIRS = (*_OF_MARGINS, "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 
 
@@ -161,11 +161,12 @@ class PreferenceOptions(ReferenceOptions):
     loss_weights: Annotated[tuple[float, ...] | None, Listed] = None
     """Factors of the losses that `loss_type` lists; null: 1 each."""
 
-    ld_alpha: Annotated[float | None, Field(ge=0, le=1), ReadBy((*_OF_PAIRS, *SORTING), by_all=True)] = None
+    ld_alpha: Annotated[float | None, Field(ge=0, le=1), ReadBy((*_OF_PAIRS, *SORTING, "sft"), by_all=True)] = None
     """Weight of the tokens by which an answer is longer than the other one of its pair (LD-DPO); null: 1."""
 
     f_divergence_type: Annotated[
-        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"], ReadBy(_OF_MARGINS, by_all=True)
+        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
+        ReadBy((*_OF_MARGINS, "sft"), by_all=True),
     ] = "reverse_kl"
     """The divergence from the reference that the rewards stand for (f-DPO)."""
 

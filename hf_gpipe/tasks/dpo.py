@@ -7,7 +7,7 @@ reference, the model before its training. CPO, SimPO and ORPO need none. Names a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -81,10 +81,7 @@ class PreferenceLoss(NotingLoss):
         given = self.options
         self.needs_reference = given.needs_reference
         self.reads = Reads.ROWS | Reads.LOGITS if given.use_weighting else Reads.ROWS
-        # The mean of the cross-entropy is over all tokens, and so it has no part of its own in the loss of a pair.
-        self.compares_units = any(
-            name in SORTING or (name == "sft" and given.use_weighting) for name in given.loss_types
-        )
+        self.compares_units = not {*SORTING}.isdisjoint(given.loss_types)
 
     def num_forwards(self, *, has_reference: bool) -> int:
         """Count the second forward of the reference too, on the tokens that both answers have."""
@@ -144,8 +141,6 @@ class PreferenceLoss(NotingLoss):
             noted = ratios = pairs.log_probs / pairs.lengths
         chosen, rejected = (given.beta * ratios.detach().double()).unbind(dim=1)
         self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
-        if given.use_weighting and self.compares_units:  # weights of pairs multiply the mean over all tokens
-            pairs = replace(pairs, cross_entropy=cross_entropy.mean(dim=0).expand_as(cross_entropy))
         factors = given.loss_weights or (1.0,) * len(given.loss_types)
         losses = [factor * LOSSES[name](pairs) for name, factor in zip(given.loss_types, factors, strict=True)]
         return torch.stack(losses).sum(dim=0) * weights.prod(dim=1)

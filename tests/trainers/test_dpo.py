@@ -222,7 +222,7 @@ OF_DPO: dict[str, dict[str, Any]] = {
     "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.01, "f_divergence_type": "js_divergence"},
     "discopop": {"loss_type": "discopop", "discopop_tau": 0.1, "f_divergence_type": "forward_kl"},
     "ld": {"ld_alpha": 0.4, "precompute_ref_log_probs": True},
-    "wpo": {"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True},
+    "wpo": {"loss_type": ["sigmoid_norm", "nca_pair"], "use_weighting": True},
     "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3, "ld_alpha": 0.0},
 }
 BESIDE_TRL |= {name: ("DPO", "", own) for name, own in OF_DPO.items()}
@@ -411,7 +411,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
             {"loss_type": ["ipo", "nca_pair"], "f_divergence_type": "forward_kl"},
             "f_divergence_type is 'forward_kl' .*loss_type is nca_pair, which does not use it; choose sigmoid or",
         ),
-        ({"loss_type": ["aot", "sft"], "use_weighting": True}, "use_weighting is true .*loss_type is aot, which does"),
+        ({"loss_type": ["aot", "ipo"], "use_weighting": True}, "use_weighting is true .*loss_type is aot, which does"),
+        ({"loss_type": ["sft", "ipo"], "use_weighting": True}, "use_weighting is true .*loss_type is sft, which does"),
         ({"f_alpha_divergence_coef": 2.0}, "f_divergence_type is reverse_kl, which has none"),
         (
             {"loss_type": "ipo", "label_smoothing": 0.1},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
-from hf_gpipe.losses.loss import Loss, Reads, whole_logits
+from hf_gpipe.losses.loss import Loss, Reads, TokenLoss, whole_logits
 from hf_gpipe.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def why_not_divided(adapter: Adapter, loss: Loss) -> str:
         "its PEFT adapters are saved with the head": _is_saved_with_adapters(adapter),
         "the model has an auxiliary loss of routers": bool(adapter.routers),
         "the loss reads more than the losses of tokens": loss.reads not in (Reads.TOKENS, Reads.ROWS),
+        "the loss changes the logits in a way of its own": type(loss.of_tokens) is not TokenLoss,
     }
     if problem := next((what for what, is_so in others.items() if is_so), ""):
         return problem

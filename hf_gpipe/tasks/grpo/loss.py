@@ -11,7 +11,7 @@ import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, check_choice, check_number
-from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.loss import PLAIN, LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.settings.losses import GRPOOptions
 
@@ -112,7 +112,8 @@ class GRPOLoss(NotingLoss):
 
     @property
     def of_tokens(self) -> TokenLoss:
-        return TemperedLoss(temperature=self.options.temperature)
+        temperature = self.options.temperature
+        return PLAIN if temperature == 1 else TemperedLoss(temperature=temperature)
 
     def num_forwards(self, *, has_reference: bool) -> int:
         return int(self.options.beta > 0)
