@@ -157,9 +157,9 @@ class PipelineRewardTrainer(TaskTrainer):
         adapter = self.pipe.adapter
         if not adapter.is_classifier or adapter.config.num_labels != 1:
             raise UserError(
-                f"the model is a {type(adapter.reference).__name__} with num_labels={adapter.config.num_labels}, and a "
-                "reward model gives one number for a row; give a model of AutoModelForSequenceClassification with "
-                "num_labels=1, or the path of one or of a language model"
+                f"reward models require `num_labels=1`, one number for a row, and the model is a "
+                f"{type(adapter.reference).__name__} with num_labels={adapter.config.num_labels}; give a model of "
+                "AutoModelForSequenceClassification with num_labels=1, or the path of one or of a language model"
             )
         head = f"{adapter.layers[-1].name}."
         if adapter.may_lack_head and adapter.peft and not any(name.startswith(head) for name in adapter.peft.trained):

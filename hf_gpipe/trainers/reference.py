@@ -75,14 +75,6 @@ class ReferenceTrainer(TaskTrainer):
         elif self._precomputes:
             self._precompute(reference)
 
-    def _prepare_data(self, model: Any) -> None:
-        def check() -> None:
-            if self.train_dataset is None and self.eval_dataset is None:
-                raise UserError("`train_dataset` is required; give the rows to train on, or to evaluate on")
-
-        self.world.from_main(check)
-        super()._prepare_data(model)
-
     def _trains_on_stream(self) -> bool:
         return bool(self.world.from_main(lambda: isinstance(self.train_dataset, EncodedStream)))
 

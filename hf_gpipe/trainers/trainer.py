@@ -139,6 +139,8 @@ class TaskTrainer(PipelineTrainer):
         datasets: dict[str, Any] = {}
 
         def prepare() -> None:
+            if self.train_dataset is None and self.eval_dataset is None:
+                raise UserError("`train_dataset` is required; give the rows to train on, or others as eval_dataset")
             datasets["train"] = self._examples(self.train_dataset, is_training=True)
             datasets["eval"] = each(self.eval_dataset, self._examples)
             if self.data_collator is None and self._tokenizer is None:
