@@ -28,9 +28,10 @@ from hf_gpipe.losses.preference import LOSSES, PER_TOKEN, Pairs
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.settings.losses import SORTING, WITHOUT_REFERENCE, PreferenceOptions, PreferencesSection
+from hf_gpipe.settings.section import keys_of
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.reference import ReferenceTrainer
-from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.loader import Batch
 
 METRICS = (
@@ -193,7 +194,11 @@ class PipelineDPOConfig(ReferenceArguments):
         None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
     truncation_mode: str = argument("keep_start", "The end of a prompt with its answer that is kept: keep_start alone.")
-    loss_type: list[str] = key_of(PreferencesSection, "loss_type")  # a type that a command line can have
+    # A type that a command line can have.
+    loss_type: list[str] = field(
+        default_factory=lambda: [PreferencesSection().loss_type],
+        metadata={"help": keys_of(PreferencesSection)["loss_type"].text},
+    )
     _loss, section = PreferenceLoss, PreferencesSection
 
     def check(self) -> None:

@@ -287,7 +287,9 @@ def test_thirty_steps_of_trl(loss_type: str, has_lora: bool, tmp_path: Path) -> 
         callbacks=[recorder],
         **options,
     )
-    trained_alike(made, theirs, (ours, recorder), METRICS)
+    # From whole logits, the first log-ratios are 0 but for rounding, and so are the signs that accuracies count.
+    names = [name for name in METRICS if loss_type != "wpo" or name != "rewards/accuracies"]
+    trained_alike(made, theirs, (ours, recorder), names)
 
 
 def test_metrics_since_the_last_log_are_in_the_log_of_the_end(tmp_path: Path) -> None:
