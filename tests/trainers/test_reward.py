@@ -172,7 +172,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     several.score = torch.nn.Linear(16, 2, bias=False).double()
     with pytest.raises(
         UserError,
-        match="reward models require `num_labels=1`, .* is a LlamaForSequenceClassification with num_labels=2",
+        match=r"reward models require `num_labels=1`, .* is a LlamaForSequenceClassification with num_labels=2",
     ):
         trained(tmp_path, several)
     with pytest.raises(UserError, match="is a LlamaForCausalLM with num_labels"):
