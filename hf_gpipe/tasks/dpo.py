@@ -196,7 +196,7 @@ class PipelineDPOConfig(ReferenceArguments):
     truncation_mode: str = argument("keep_start", "The end of a prompt with its answer that is kept: keep_start alone.")
     # A type that a command line can have.
     loss_type: list[str] = field(
-        default_factory=lambda: [PreferencesSection().loss_type],
+        default_factory=lambda: list(PreferencesSection().loss_types),
         metadata={"help": keys_of(PreferencesSection)["loss_type"].text},
     )
     _loss, section = PreferenceLoss, PreferencesSection
