@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.modes.visits.round_robin import ROUND_ROBIN, deal_of, dealt_table
 from hf_gpipe.planner.layout import costs_of_table, with_updates_of_run
@@ -121,7 +121,11 @@ def with_stages_that_stay(plan: Plan) -> Plan:
         return plan
     while least < most:
         count = (least + most + 1) // 2
-        found = plan.planner.plan(settings.replace(resident_stages=count))
+        try:
+            found = plan.planner.plan(settings.replace(resident_stages=count))
+        except ScheduleError:  # the schedule would have all of the others there at once
+            most = count - 1
+            continue
         if found.fits:
             best, least = best_of(best, found), count
         else:
@@ -146,7 +150,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
     if config.schedule != AUTO:
         schedules: tuple[str, ...] = (config.schedule,)
     else:
-        # The workers to which stages are dealt share memory.
+        # The workers that share stages share memory.
         can_deal = (
             config.visits.offload_weights == "all"
             and "shared_stages" in planner.possible
@@ -190,7 +194,7 @@ def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str, 
 
 
 def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
-    """The better of a plan whose stages are dealt and the plan with slots by its own seconds.
+    """The better of a plan whose stages are shared and the plan with slots by its own seconds.
 
     The builder assumes that all stages are equal, and that copies and updates take no time. Where something was
     open, slots follow from the plan's seconds: a stage whose forward or backward is long has a slot of its own. Fewer
