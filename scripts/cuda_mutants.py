@@ -114,9 +114,9 @@ _CHANGES: dict[str, dict[str, str]] = {
         'if [-source != target and source.type == target.type == "cuda"-]{+False+}:': (
             "both devices compute nothing while they copy"
         ),
-        "[-links = {link: _communicator(world, link)-]{+shared = {frozenset(link[:2]): link for link in "
+        "[-links = {link: communicator(world, link)-]{+shared = {frozenset(link[:2]): link for link in "
         "communicators(world.placement)}\n"
-        "    made = {link: _communicator(world, link) for link in shared.values()}\n"
+        "    made = {link: communicator(world, link) for link in shared.values()}\n"
         "    links = {link: made[shared[frozenset(link[:2])]]+} for link in "
         "communicators(world.placement)}": "a message waits for one in the other direction",
         "if [-world.rank in (sender, receiver)-]{+False+}:": "two processes wait for each other in the first step",

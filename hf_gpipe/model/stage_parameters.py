@@ -207,7 +207,7 @@ class StageParameters:
 
     def save(self, directory: Path, write_more: Callable[[Path], Any] | None = None) -> None:
         """Do what `save_pretrained` does. `write_more` writes what belongs to the model too, as of `write_new`."""
-        base = self.adapter.config.name_or_path
+        base = getattr(self.adapter.config, "name_or_path", "")  # a chain of torch modules has no configuration
         keeps_model = self.adapter.peft is not None and bool(base) and Path(base).resolve() == directory.resolve()
         with written_into(directory, self.world, is_complete=write_more is not None, keeps_model=keeps_model) as new:
             self.write_new(new, write_more)

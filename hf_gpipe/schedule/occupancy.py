@@ -10,7 +10,7 @@ from then to the end of W.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -113,7 +113,7 @@ def occupancy(
 
 def most_held(timeline: Timeline, stage: int) -> dict[str, int]:
     """The most of each thing that a stage holds at once in any one of its workers, as a number of micro-batches."""
-    most = defaultdict[str, int](int, dict.fromkeys(Held, 0))
+    most = Counter[str]()
     placement = timeline.schedule.placement
     for process in range(placement.num_processes) if placement.is_shared else placement.workers[stage]:
         changes: defaultdict[str, list[tuple[Seconds, int]]] = defaultdict(list)

@@ -13,6 +13,7 @@ import torch
 from bench.slow_links import wait_until
 from hf_gpipe.adapters.modules.batch_norm import BatchNorms
 from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
+from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.schedule import Costs, Schedule, kinds
@@ -116,7 +117,7 @@ class WaitingVisits:
     """
 
     def __init__(self, costs: Costs, num_buffers: int) -> None:
-        self._in_seconds, self._out_seconds = (cast(Any, costs.of(kind)[1]) for kind in (kinds.LOAD, kinds.DROP))
+        self._in_seconds, self._out_seconds = (cast(Any, costs.of(kind)[1]) for kind in (LOAD, DROP))
         self._in_free = self._out_free = 0.0
         #: When each buffer is free, in order.
         self._buffers = [0.0] * num_buffers

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe import Pipeline
-from hf_gpipe.checkpoint import directory
+from hf_gpipe.checkpoint import save
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.job import LAST_MESSAGE_SECONDS, Job
 from hf_gpipe.job.world import World
@@ -83,8 +83,8 @@ def _write_slowly(folder: str) -> None:
     Job.current().timeout = timedelta(seconds=3)
     world = World.of_job()
     with (
-        patch.object(directory, "_sync", lambda *paths: time.sleep(4)),
-        directory.written_whole(Path(folder) / "saved", world) as temporary,
+        patch.object(save, "_sync", lambda *paths: time.sleep(4)),
+        save.written_whole(Path(folder) / "saved", world) as temporary,
     ):
         (temporary / str(world.rank)).touch()
 

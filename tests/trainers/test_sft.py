@@ -551,9 +551,9 @@ def test_what_cannot_be_honoured_is_named(values: dict[str, Any], message: str, 
 
 
 def test_arguments_of_trl_that_are_not_there_say_what_to_do(tmp_path: Path) -> None:
-    """PipelineDPOConfig(loss_weights=[1.0]) was Python's TypeError, without a word of what to do."""
-    with pytest.raises(UserError, match="PipelineDPOConfig has no argument 'loss_weights': a sum of losses"):
-        PipelineDPOConfig(output_dir=str(tmp_path), loss_weights=[1.0])
+    """PipelineDPOConfig(pad_to_multiple_of=8) was Python's TypeError, without a word of what to do."""
+    with pytest.raises(UserError, match="PipelineDPOConfig has no argument 'pad_to_multiple_of': each micro-batch is"):
+        PipelineDPOConfig(output_dir=str(tmp_path), pad_to_multiple_of=8)
     with pytest.raises(UserError, match=r"no argument 'pakcing'; did you mean 'packing'\?"):
         arguments(tmp_path, pakcing=True)
 
