@@ -44,7 +44,7 @@ class Mesh(World):
                 f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
                 "more processes"
             )
-        place = _on_shared if placement.is_shared else _on_devices
+        place = _shared_by_workers if placement.is_shared else _on_devices
         return cls(**{f.name: getattr(world, f.name) for f in fields(World)}, placement=place(world, placement))
 
     @cached_property
@@ -152,7 +152,7 @@ def _on_devices(world: World, placement: Placement) -> Placement:
     return replace(placement, devices=tuple(names[place] for place in placement.places))
 
 
-def _on_shared(world: World, placement: Placement) -> Placement:
+def _shared_by_workers(world: World, placement: Placement) -> Placement:
     """The placement of stages that devices share: of a process with several, each is a worker.
 
     Raises:

@@ -25,7 +25,7 @@ class Builder(ModeBuilder):
     def __init__(self, building: Building) -> None:
         super().__init__(building)
         decision = building.decision
-        _check_on_shared(decision)
+        _check_shared_stages(decision)
         self._memory = (
             SharedMemory(decision.world, is_pinned=decision.config.visits.offload_pinned)
             if decision.world.placement.is_shared
@@ -82,7 +82,7 @@ class Builder(ModeBuilder):
         return State(rows, visits, connect_relays(world), self._memory, world.own_workers)
 
 
-def _check_on_shared(decision: Decision) -> None:
+def _check_shared_stages(decision: Decision) -> None:
     """Raise UserError where stages are shared and something needs them in one place."""
     config, loss = decision.config, decision.loss
     if not decision.world.placement.is_shared:
