@@ -167,11 +167,11 @@ def _decided_slowly() -> list[Any]:
     best_plan = decide.best_plan
 
     def slow(*args: Any) -> Any:
-        time.sleep(8)
+        time.sleep(17)
         return best_plan(*args)
 
     decide.best_plan = slow
-    Job.current().timeout = timedelta(seconds=6)
+    Job.current().timeout = timedelta(seconds=15)
     config = tiny_config("llama")
     return values(Pipeline(config, 2, 2, example=padded_batch(config)).config)
 
