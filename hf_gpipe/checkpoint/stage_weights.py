@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +28,13 @@ from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, rest
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.checkpoint.digests import Digests, advising
-from hf_gpipe.checkpoint.weight_files import OF_QUANTISATION, names_of_tensors, opened_weights, weight_files
+from hf_gpipe.checkpoint.weight_files import (
+    OF_QUANTISATION,
+    mapped_tensors,
+    names_of_tensors,
+    opened_weights,
+    weight_files,
+)
 from hf_gpipe.errors import CheckpointError, listed
 from hf_gpipe.libraries.torch import TorchDispatchMode, buffers_of, parameters_of, schema_of
 from hf_gpipe.libraries.transformers import (
@@ -227,10 +233,7 @@ def _mapped(path: str | os.PathLike[str], current: Mapping[str, torch.Tensor]) -
     """The tensors of a checkpoint under the names that it has, on the CPU, in place of `current`."""
     files = weight_files(path, current.__contains__)
     _check(Path(path), files, current.__contains__)
-    mapped: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            mapped |= {name: opened.get_tensor(name) for name in current.keys() & set(opened.keys())}
+    mapped = mapped_tensors(path, files, current)
     for name, tensor in current.items():
         if name not in mapped or mapped[name].shape != tensor.shape:
             shape = f"{name} with the shape {tuple(tensor.shape)}"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_gpipe import strict_json
@@ -97,6 +98,17 @@ def opened_weights(path: str | os.PathLike[str], file: Path) -> Iterator[Any]:
             yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
+
+
+def mapped_tensors(
+    path: str | os.PathLike[str], files: Iterable[Path], names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """The tensors of these names in files of a checkpoint, on the CPU; each is its mapped file."""
+    mapped: dict[str, torch.Tensor] = {}
+    for file in files:
+        with opened_weights(path, file) as opened:
+            mapped |= {name: opened.get_tensor(name) for name in {*opened.keys()}.intersection(names)}
+    return mapped
 
 
 def optional_file(path: str | os.PathLike[str], name: str, *, offline: bool = False) -> Path | None:

@@ -120,7 +120,8 @@ def test_loss_and_every_gradient(case: str) -> None:
         assert float(pipe.train_step(given)) == pytest.approx(expected.item(), abs=1e-10)
         for name, parameter in pipe.named_parameters():
             gradient = plain.get_parameter(name).grad
-            assert float((parameter.grad - gradient).norm()) <= 1e-10 * norm, name  # type: ignore[operator]
+            assert parameter.grad is not None, name
+            assert float((parameter.grad - gradient).norm()) <= 1e-10 * norm, name
         assert pipe.eval_step(given).loss == pytest.approx(expected.item(), abs=1e-10)
         with pytest.raises(UserError, match="which reads no embeddings"):
             pipe.embed(given)

@@ -27,7 +27,7 @@ def _of_shared_stages(schedule: Schedule) -> Iterator[Fault]:
         return
     if schedule.group_size > 1 or schedule.is_window:
         what: int | str = groups.KEY if schedule.group_size > 1 else "steps"
-        yield "its stages are shared, so its rows are whole, it has one step.", what
+        yield "its stages are shared, so its rows are whole, and it has one step.", what
     numbers: dict[Action, int] = {}
     for process, row in enumerate(schedule.actions):
         makers: dict[int, set[int | None]] = {}
