@@ -54,6 +54,7 @@ def planner_of(
         UserError: there is no mini-batch, the optimizer's state has no known size, or layers cannot be divided so.
     """
     config = config or PipelineConfig(1)
+    device = device.summing_in_float16() if inputs.fp16_accumulation else device
     mini_batch = inputs.mini_batch(adapter)
     tracer = tracer or cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
 

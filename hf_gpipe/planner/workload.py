@@ -203,6 +203,7 @@ class PlanInputs:
         optim: the optimizer, by transformers' name.
         fp32_master_weights: whether the optimizer updates float32 copies of the weights.
         offload_optimizer: whether the optimizer's state and the copies are in CPU memory.
+        fp16_accumulation: whether products of float16 sum in float16.
         accumulation: the number of mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
         saved: the weights of the model that a checkpoint has.
@@ -220,6 +221,7 @@ class PlanInputs:
     optim: str = "adamw_torch_fused"
     fp32_master_weights: bool = False
     offload_optimizer: bool = False
+    fp16_accumulation: bool = False
     accumulation: int = 1
     packing: bool = False
     saved: Literal["model", "adapters"] = "model"
@@ -238,6 +240,7 @@ class PlanInputs:
             optim=str(getattr(given.optim, "value", given.optim)),
             fp32_master_weights=given.fp32_master_weights,
             offload_optimizer=given.offload_optimizer,
+            fp16_accumulation=given.fp16_accumulation,
             accumulation=given.size.accumulation,
             saves_in_background=given.save_in_background != "never",
             needs_norm=given.needs_norm,

@@ -44,6 +44,7 @@ from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.pipeline.decision import check_draws_alike
+from hf_gpipe.planner.costs.measure import rated_machine
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.runtime.generation import check_generates
 from hf_gpipe.settings.mode import AUTO
@@ -218,18 +219,29 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Mapping[str, to
     return longest_mini_batch(dataset, args.size, by_length=args.sorts_rows, packing=args.packs_rows)
 
 
-def loss_scaler(pipe: Pipeline) -> LossScaler | None:
+def loss_scaler(pipe: Pipeline, args: PipelineTrainingArguments) -> LossScaler | None:
     """The loss scaler that float16 needs, since its smallest number is 6e-8; None for other types.
 
-    Raises UserError where the weights are not in float32."""
+    Raises UserError where updated weights would be in half precision, or frozen ones in bfloat16."""
     if pipe.adapter.autocast is None or pipe.adapter.autocast.dtype != torch.float16:
         return None
-    if pipe.adapter.dtype not in (torch.float32, torch.float64):
+    has_copies = args.fp32_master_weights or pipe.adapter.peft is not None
+    if pipe.adapter.dtype not in (torch.float32, torch.float64, *[torch.float16] * has_copies):
         raise UserError(
-            f"fp16: the weights are {pipe.adapter.dtype}, and a scaled loss needs float32 weights and gradients; load "
-            "the model in float32, or use bf16"
+            f"fp16: the weights are {pipe.adapter.dtype}, and a scaled loss needs updates in float32; load the model "
+            "in float32, or in float16 with fp32_master_weights=True or adapters, or use bf16"
         )
     return LossScaler()
+
+
+def sum_in_float16(args: PipelineTrainingArguments, device: torch.device) -> None:
+    """Let products of float16 sum in float16 in this process, where the arguments ask for it.
+
+    Raises UserError where the products are in another type, or the device gains nothing."""
+    args.check_accumulation()
+    if args.fp16_accumulation:
+        rated_machine(device).summing_in_float16()
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
 
 def default_collator(processing_class: Any) -> Collate:

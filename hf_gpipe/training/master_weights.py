@@ -53,7 +53,9 @@ class MasterWeights:
                     "offload_optimizer: the weights are in CPU memory, and so the optimizer's state is "
                     "there already; leave the argument out"
                 )
-        self._in_float32, self._on_host = in_float32, on_host
+        self.in_float32, self._on_host = in_float32, on_host
+        #: What the weights' gradients are divided by, in the type of the copies: float16 has no values as small.
+        self.loss_scale = 1.0
         #: The argument that asks for the copies.
         self.asked_by = "fp32_master_weights" if in_float32 else "offload_optimizer"
         self._shards: Shards | None = None
@@ -71,7 +73,7 @@ class MasterWeights:
     @torch.no_grad()
     def _copy(self, weight: torch.Tensor) -> torch.Tensor:
         where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if self._on_host else {"device": weight.device}
-        copy = torch.empty_like(weight, dtype=torch.float32 if self._in_float32 else weight.dtype, **where)
+        copy = torch.empty_like(weight, dtype=torch.float32 if self.in_float32 else weight.dtype, **where)
         return copy.copy_(weight)
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,6 +116,8 @@ class MasterWeights:
             gradients = on_cpu(gradients)
         for name, copy in self.copies.items():
             copy.grad = gradients[name].to(copy.dtype) if name in gradients else None
+            if copy.grad is not None and self.loss_scale != 1:
+                copy.grad.mul_(1.0 / self.loss_scale)
 
     @torch.no_grad()
     def _give_values(self) -> None:
@@ -136,7 +140,7 @@ class MasterWeights:
         copies = [
             copy
             for name, copy in self.copies.items()
-            if self._in_float32 and self._own(name, self._weights[name]) is not None
+            if self.in_float32 and self._own(name, self._weights[name]) is not None
         ]
         for copy in copies:
             optimizer.state[copy][SLOT] = copy.detach()

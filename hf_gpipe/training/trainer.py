@@ -47,6 +47,7 @@ from hf_gpipe.training.base import (
     make_pipeline,
     options_of,
     set_up_model,
+    sum_in_float16,
 )
 from hf_gpipe.training.batches import batches_of, example_of_training, given
 from hf_gpipe.training.evaluator import Evaluator, check_evaluations, check_metrics
@@ -173,6 +174,7 @@ class PipelineTrainer(TrainerInterface):
 
     def _set_model(self, model: Any) -> None:
         """Make the pipeline of a model, or take a given one, and make what depends on its weights."""
+        sum_in_float16(self.args, self.world.device)
         loss, options = self._given_loss, self._model_options
         if isinstance(model, Pipeline):
             init_kwargs = getattr(self.args, "model_init_kwargs", None)
@@ -193,7 +195,7 @@ class PipelineTrainer(TrainerInterface):
         self._untrained_init = self.model_init
         set_up_model(self.pipe, self.args)
         self._take_pipeline()
-        self.scaler = loss_scaler(self.pipe)
+        self.scaler = loss_scaler(self.pipe, self.args)
         self.master_weights = MasterWeights.of(self.args, self.pipe)
 
     def _init_model_anew(self) -> None:

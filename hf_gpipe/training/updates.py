@@ -185,8 +185,11 @@ class Updates:
     def _clipped(self, norm: torch.Tensor) -> float:
         """Divide the gradients by the loss's scale and clip them. Returns the norm of the gradient before clipping."""
         own = float(norm) / self._scale
-        if self.trainer.scaler is not None:
-            self.trainer.scaler.unscale_(self._pipe.parameters())
+        masters, scaler = self.trainer.master_weights, self.trainer.scaler
+        if scaler is not None and masters is not None and masters.in_float32:
+            masters.loss_scale = scaler.scale
+        elif scaler is not None:
+            scaler.unscale_(self._pipe.parameters())
         if self._args.clips:
             self._pipe.clip_grad_norm_(self._args.max_grad_norm, own)
         return own

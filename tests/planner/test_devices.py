@@ -47,6 +47,14 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         device("h100", "nvlink9")
 
 
+def test_sums_in_float16_double_a_geforce_card_s_rate() -> None:
+    card = device("rtx4090").summing_in_float16()
+    assert card.flops_for("float16") == 330e12
+    assert card.flops_for("bfloat16") == 165e12
+    with pytest.raises(UserError, match="h100 is not known to be faster"):
+        device("h100").summing_in_float16()
+
+
 @pytest.mark.parametrize("name", ["RTX A6000", "rtx-a6000", "rtx_a6000"])
 def test_a_device_by_its_makers_name(name: str) -> None:
     """`--device "RTX 3090"` was unknown, though it is what the card is called."""

@@ -22,7 +22,7 @@ from tests.oracle import padded_batch, plain_model, tiny_config
 OF_THE_TRAINER = frozenset(
     {
         *("timeline_steps", "slow_machine_steps", "fp32_master_weights", "offload_optimizer", "batch_tokens"),
-        *("sampling_temperature", "stop_seconds", "save_in_background", "on_nonfinite_loss"),
+        *("fp16_accumulation", "sampling_temperature", "stop_seconds", "save_in_background", "on_nonfinite_loss"),
         *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
         *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
         *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import NonFiniteError, UserError
+from hf_gpipe.planner.machines.devices import DEVICES
+from hf_gpipe.training import base
 from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.master_weights import MasterWeights
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, arguments, trainer, weights
@@ -276,6 +280,89 @@ def test_one_update_is_the_optimizer_s_on_float32_weights(tmp_path: Path) -> Non
     made.train()
     for name, copy in made.master_weights.copies.items():  # type: ignore[union-attr]
         torch.testing.assert_close(copy.detach(), before[name] - 1e-2 * gradients[name], rtol=0, atol=1e-6)
+
+
+def _loop_in_fp16(model: Any, rows: Any, steps: int, max_norm: float, rate: float = 0.1) -> tuple[Any, list[float]]:
+    """SGD on float32 copies of what is trained, with a scaled loss under autocast: the copies and the losses."""
+    scale, losses = 2.0**16, []
+    copies = {p: p.detach().float() for p in model.parameters() if p.requires_grad}
+    for step in range(steps):
+        batch = PairCollator(pad_token_id=0)([rows[index] for index in range(4 * step, 4 * step + 4)])
+        with torch.autocast("cpu", torch.float16):
+            logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+        (scale * loss).backward()
+        gradients = {p: p.grad.float() / scale for p in copies}
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        for parameter, gradient in gradients.items():
+            copies[parameter] -= rate * gradient * min(1.0, max_norm / float(norm) if max_norm else 1.0)
+            parameter.data.copy_(copies[parameter])
+            parameter.grad = None
+        losses.append(loss.item())
+    return {name: copies[p] for name, p in model.named_parameters() if p in copies}, losses
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_float16_weights_train_as_in_a_plain_loop(has_adapters: bool, max_norm: float, tmp_path: Path) -> None:
+    """With float32 copies of all weights, or with float32 adapters of weights that stay."""
+    mine, other = (plain_model(tiny_config("llama", tied=False), dtype=torch.float16) for _ in range(2))
+    if has_adapters:
+        lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        mine, other = get_peft_model(mine, lora), get_peft_model(other, lora)
+        other.load_state_dict(mine.state_dict())
+    recorder, rows = Recorder(), CausalRows()
+    made = trainer(
+        tmp_path,
+        model=mine,
+        train_dataset=rows,
+        callbacks=[recorder],
+        fp16=True,
+        fp32_master_weights=not has_adapters,
+        optim="sgd",
+        weight_decay=0.0,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        max_grad_norm=max_norm,
+        max_steps=5,
+        num_stages=3,
+    )
+    made.train()
+    start = {name: p.detach().clone().float() for name, p in other.named_parameters()}
+    expected, losses = _loop_in_fp16(other, rows, 5, max_norm)
+    assert recorder.losses == pytest.approx(losses, abs=1e-3)
+    found = dict(made.pipe.named_parameters()) if has_adapters else made.master_weights.copies  # type: ignore[union-attr]
+    found = {name.removeprefix("base_model.model."): weight.detach() for name, weight in found.items()}
+    for name, copy in expected.items():
+        change, whole = found[name.removeprefix("base_model.model.")] - start[name], copy - start[name]
+        assert (change - whole).norm() < 0.01 * whole.norm(), name
+
+
+def test_a_gradient_too_small_for_float16_reaches_its_copy() -> None:
+    """Divided by the scale in float16, a gradient below 3e-8 would be 0."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    masters = MasterWeights({"weight": weight})
+    optimizer = torch.optim.SGD(masters.copies.values(), lr=1.0)
+    masters.serve(optimizer)
+    weight.grad, masters.loss_scale = torch.full_like(weight, 2.0**-10), 2.0**12
+    optimizer.step()
+    assert torch.equal(masters.copies["weight"].detach(), torch.full((3,), 1 - 2.0**-22))
+
+
+def test_sums_in_float16_are_for_cards_that_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul = torch.backends.cuda.matmul
+    with pytest.raises(UserError, match="fp16_accumulation is true and fp16 is false"):
+        trainer(tmp_path, family="llama", fp16_accumulation=True)
+    with pytest.raises(UserError, match=r"fp16_accumulation is true, and cpu is not known.*rtx4090"):
+        trainer(tmp_path, family="llama", fp16=True, fp16_accumulation=True)
+    assert not matmul.allow_fp16_accumulation
+    monkeypatch.setattr(base, "rated_machine", lambda device: DEVICES["rtx4090"])
+    try:
+        trainer(tmp_path, family="llama", fp16=True, fp16_accumulation=True)
+        assert matmul.allow_fp16_accumulation
+    finally:
+        matmul.allow_fp16_accumulation = False
 
 
 def test_float32_weights_need_no_copies(tmp_path: Path) -> None:

@@ -282,10 +282,10 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     if device.type == "cuda":
         name, link = torch.cuda.get_device_name(device), LINKS["pcie4"]
         reserved = Device.reserved_share, Device.reserved_working_share
-        workspace_bytes, host = _sheet_of(device).workspace_bytes, _host_of(device)
+        sheet, host = _sheet_of(device), _host_of(device)
     else:
         name, link, reserved = "this machine", _loopback(), (_RESERVED_SHARE, _RESERVED_SHARE)
-        workspace_bytes, host = None, Host()
+        sheet, host = cpu(1), Host()
     return Device(
         name,
         memory,
@@ -296,7 +296,8 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         call_seconds=_call_seconds(device),
         has_host=device.type == "cuda",
         host=host,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=sheet.workspace_bytes,
+        fp16_accumulation=sheet.fp16_accumulation,
     )
 
 
@@ -332,14 +333,16 @@ def device_memory(device: DeviceFacts, num_processes: int = 1) -> int:
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """The operations a second of a product that is large enough."""
-    rate = 0.0
+    """The operations a second of a product that is large enough, with sums in float32."""
+    matmul, rate = torch.backends.cuda.matmul, 0.0
+    allowed, matmul.allow_fp16_accumulation = matmul.allow_fp16_accumulation, False
     for size in _PRODUCT_SIZES[device.type]:
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         seconds = _seconds(partial(torch.matmul, left, right), device)
         rate = 2 * size**3 / seconds
         if seconds > _LONG_PRODUCT_SECONDS:
             break
+    matmul.allow_fp16_accumulation = allowed
     return rate
 
 

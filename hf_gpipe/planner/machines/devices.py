@@ -40,7 +40,10 @@ _WORKSPACE_MIB = 12.125
 #: What a desktop takes of the card that drives its screen: its windows, a browser and the frames of one or two screens.
 SCREEN_BYTES = 1 << 30
 _BLACKWELL = {"workspace_mib": 64.0}
-_GEFORCE = {"product_share": _GEFORCE_SHARE}
+#: GeForce cards compute twice as fast where products of float16 also sum in float16, by their architectures'
+#: whitepapers.
+_HALF_SUMS = {"fp16_accumulation": 2.0}
+_GEFORCE = {"product_share": _GEFORCE_SHARE, **_HALF_SUMS}
 _HOPPER = {**_BLACKWELL, "context_gib": 0.85}
 
 
@@ -124,6 +127,7 @@ class Device:
         workspace_bytes: the bytes that cuBLAS takes of its memory; None: it has no CUDA.
         product_share, memory_share: the shares that a transformer reaches of `flops_per_second` and of
             `bytes_per_second`; 1 where these were measured.
+        fp16_accumulation: the factor of the rate in float16 where products also sum in float16.
     """
 
     name: str
@@ -139,6 +143,7 @@ class Device:
     workspace_bytes: int | None = None
     product_share: float = 1.0
     memory_share: float = 1.0
+    fp16_accumulation: float = 1.0
 
     def seconds(self, arithmetic_seconds: float, moved_bytes: float, calls: int) -> float:
         """The seconds of some operations in turn: products that compute for `arithmetic_seconds`, and others that move
@@ -154,6 +159,17 @@ class Device:
     def product_rate(self, dtype: str) -> float:
         """The operations a second that matrix products reach."""
         return self.product_share * self.flops_for(dtype)
+
+    def summing_in_float16(self) -> Device:
+        """The device where products of float16 also sum in float16. Raises UserError where this is not faster."""
+        if self.fp16_accumulation == 1:
+            cards = ", ".join(name for name, known in DEVICES.items() if known.fp16_accumulation > 1)
+            raise UserError(
+                f"fp16_accumulation is true, and {self.name} is not known to be faster where products sum in "
+                f"float16, only less exact; leave it out. GeForce cards gain: {cards}."
+            )
+        rates = {**self.flops_per_second, "float16": self.fp16_accumulation * self.flops_for("float16")}
+        return replace(self, flops_per_second=rates)
 
     def flops_for(self, dtype: str) -> float:
         """The peak rate of matrix products. A type that is not listed has float32's rate, and float64 half of it."""
@@ -173,6 +189,7 @@ def _gpu(
     workspace_mib: float | None = _WORKSPACE_MIB,
     context_gib: float = _CONTEXT_GIB,
     product_share: float = _PRODUCT_SHARE,
+    fp16_accumulation: float = 1.0,
 ) -> Device:
     """A device of the table below: the GiB that its driver reports, 10^12 bytes a second of its memory, and 10^12
     operations a second; `workspace_mib` None: it has no CUDA."""
@@ -182,7 +199,8 @@ def _gpu(
     memory_bytes = round((memory_gib - context_gib) * _GIB)
     workspace = None if workspace_mib is None else int(workspace_mib * (1 << 20))
     device = Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
-    return replace(_of_sheet(device), workspace_bytes=workspace, product_share=product_share)
+    device = replace(_of_sheet(device), workspace_bytes=workspace, product_share=product_share)
+    return replace(device, fp16_accumulation=fp16_accumulation)
 
 
 def _of_sheet(device: Device) -> Device:
@@ -217,8 +235,8 @@ DEVICES: dict[str, Device] = {
         # NVIDIA RTX 6000 Ada Generation data sheet: 1457 in 8 bits with sparsity.
         _gpu("rtx6000-ada", 47.4, 0.96, "pcie4", fp32=91.1, fp16=364.2, bf16=364.2),
         # NVIDIA GeForce RTX 3060 specifications: 102 with sparsity and sums in float16.
-        _gpu("rtx3060", 11.6, 0.36, "pcie4", fp32=12.7, fp16=25.5, bf16=25.5),
-        _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
+        _gpu("rtx3060", 11.6, 0.36, "pcie4", fp32=12.7, fp16=25.5, bf16=25.5, **_HALF_SUMS),
+        _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71, **_HALF_SUMS),
         _gpu("rtx4080", 15.6, 0.717, "pcie4", fp32=48.7, fp16=97.5, bf16=97.5, **_GEFORCE),
         _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165, **_GEFORCE),
         _gpu("rtx5080", 15.4, 0.96, "pcie5", fp32=56.3, fp16=112.6, bf16=112.6, **_BLACKWELL, **_GEFORCE),
