@@ -14,7 +14,7 @@ from hf_gpipe.checkpoint.weight_files import optional_file
 from hf_gpipe.errors import UnsupportedModelError, UserError, listed
 
 _MODULES = "modules.json"
-_TRANSFORMER, _PROMPTS, _POOLING = "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"
+_TRANSFORMER, PROMPTS_FILE, _POOLING = "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"
 #: sentence-transformers' older names of the poolings, which all of its versions read.
 _OLDER = {
     "cls": "pooling_mode_cls_token",
@@ -72,7 +72,7 @@ class SentenceFiles:
         transformer = _read(source, _TRANSFORMER, dict) or {}
         pooling = _read(source, f"{paths[1]}/config.json", dict) or {} if len(kinds) > 1 else {}
         contents = {_TRANSFORMER: transformer, f"{_POOLING}/config.json": pooling}
-        contents[_PROMPTS] = _read(source, _PROMPTS, dict) or {}
+        contents[PROMPTS_FILE] = _read(source, PROMPTS_FILE, dict) or {}
         longest = transformer.get("max_seq_length")
         return cls(
             _pooling_of(source, pooling) if len(kinds) > 1 else None,
@@ -81,6 +81,14 @@ class SentenceFiles:
             bool(transformer.get("do_lower_case")),
             contents,
         )
+
+    def check_prompts(self) -> None:
+        """Raise UnsupportedModelError where an embedding is to be that of a text without its prompt."""
+        if self.contents.get(f"{_POOLING}/config.json", {}).get("include_prompt") is False:
+            raise UnsupportedModelError(
+                "prompts: the model's Pooling leaves the tokens of prompts out (include_prompt is false), which is not "
+                "supported; leave prompts out"
+            )
 
     def write(self, folder: Path, *, width: int, pooling: str, normalizes: bool, max_length: int | None) -> None:
         """Write the files, by which sentence-transformers loads the model.
@@ -107,7 +115,7 @@ class SentenceFiles:
                 for number, kind in enumerate(kinds)
             ],
             _TRANSFORMER: {"do_lower_case": False} | own.get(_TRANSFORMER, {}) | {"max_seq_length": max_length},
-            _PROMPTS: {"prompts": {}, "similarity_fn_name": "cosine"} | own.get(_PROMPTS, {}),
+            PROMPTS_FILE: {"prompts": {}, "similarity_fn_name": "cosine"} | own.get(PROMPTS_FILE, {}),
             f"{_POOLING}/config.json": {"word_embedding_dimension": width} | poolings | of_pooling,
         }
         for name, content in contents.items():

@@ -6,7 +6,7 @@ So every process and every resumed run computes the same mini-batches.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -37,6 +37,36 @@ def length_bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, 
     for pool in _cut(order, batch_size * POOL_BATCHES):
         batches += _cut(_sorted(pool, keys), batch_size)
     rng.shuffle(batches)
+    return batches
+
+
+def distinct_batches(
+    keys: Sequence[Collection[int]], batch_size: int, num_batches: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Mini-batches of rows in random order, no two of which share a key; each has at most `batch_size` rows.
+
+    A row goes into the first mini-batch that has room and none of its keys. A row that fits into none, since one of its
+    keys is in most rows, is left out of this epoch.
+
+    Args:
+        keys: the keys of each row, such as its texts.
+        batch_size: rows of a mini-batch.
+        num_batches: at most as many as the rows fill.
+        seed: seed of the order.
+        epoch: each epoch has another order.
+    """
+    order = list(range(len(keys)))
+    stable_random("batches", seed, epoch).shuffle(order)
+    batches, present = [list[int]() for _ in range(num_batches)], [set[int]() for _ in range(num_batches)]
+    first = 0
+    for row in order:
+        while first < num_batches and len(batches[first]) == batch_size:
+            first += 1
+        for number in range(first, num_batches):
+            if len(batches[number]) < batch_size and present[number].isdisjoint(keys[row]):
+                batches[number].append(row)
+                present[number].update(keys[row])
+                break
     return batches
 
 

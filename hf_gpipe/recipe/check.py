@@ -95,6 +95,11 @@ def _check_rows(recipe: Recipe) -> None:
         raise RecipeError(
             "training.length_bucketing is true and data.kind is kto, whose rows come in their order; set it to false."
         )
+    if recipe.embeddings.batch_sampler == "no_duplicates" and recipe.training.length_bucketing:
+        raise RecipeError(
+            "training.length_bucketing is true and embeddings.batch_sampler is no_duplicates, and rows have one order; "
+            "set length_bucketing to false."
+        )
     if recipe.data.kind == "kto" and recipe.kto.loss_type == "kto" and recipe.training.batch_size < 2:
         raise RecipeError(
             "training.batch_size is 1 and kto.loss_type is kto, which reads answers of other rows of the mini-batch; "

@@ -21,6 +21,7 @@ from hf_gpipe.settings.section import (
     Place,
     Positive,
     Settings,
+    Text,
     keys_of,
     refuse_given,
 )
@@ -294,6 +295,13 @@ class EmbeddingsSection(EmbeddingOptions):
     """Options of the loss for `data.kind: embeddings`; names as in sentence-transformers."""
 
     kinds = ("embeddings",)
+
+    batch_sampler: Literal["batch_sampler", "no_duplicates"] = "batch_sampler"
+    """How the rows of a mini-batch are drawn. no_duplicates: no text is twice in a mini-batch, where multiple_negatives
+    would take it for its own negative; a row whose texts are in all mini-batches is left out of the epoch."""
+
+    prompts: dict[Text, str] | str | None = None
+    """Words that go before the texts of each column, such as {anchor: "query: "}, or before all texts; null: none."""
 
     disable_dropout: bool = False
     """Whether the model has no dropout in training."""

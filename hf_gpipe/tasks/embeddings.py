@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.embedders import as_embedder, is_causal
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
-from hf_gpipe.checkpoint.sentence_files import SentenceFiles
+from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint.sentence_files import PROMPTS_FILE, SentenceFiles
 from hf_gpipe.data.collate import PairCollator, tokens_of
 from hf_gpipe.data.encoded import EncodedRows
 from hf_gpipe.data.fields import check_characters
@@ -29,6 +30,7 @@ from hf_gpipe.data.rows import Read, ReadRow
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport
 from hf_gpipe.from_recipe.tasks import Task
+from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.libraries.transformers import source_of
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
@@ -37,6 +39,7 @@ from hf_gpipe.recipe import Recipe
 from hf_gpipe.settings.losses import EmbeddingOptions, EmbeddingsSection
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.trainers.arguments import TaskArguments
+from hf_gpipe.trainers.sentence_model import SentenceModel
 from hf_gpipe.trainers.trainer import TaskTrainer, as_class
 from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.predicting import shared_batches
@@ -158,7 +161,13 @@ class EmbeddingLoss(NotingLoss):
 _SCORES = ("score", "scores", "label", "labels")
 
 
-def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None) -> dict[str, Any]:
+def embedded_of(
+    where: str,
+    row: Mapping[str, Any],
+    *,
+    texts: int | None = None,
+    prompts: Mapping[str, str] | str | None = None,
+) -> dict[str, Any]:
     """A row's {"texts", "score"}.
 
     Args:
@@ -166,10 +175,15 @@ def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None)
         row: an anchor, its positive and perhaps negatives, or two texts and a score. The columns may have any names
             and are taken in their order, except for those of `_SCORES`; "anchor" and "positive" come first.
         texts: how many there must be; None: at least two.
+        prompts: what goes before the texts of each column, or before all texts.
 
     Raises:
-        DataError: another number of texts, a column that is no text, or a score that is no finite number.
+        DataError: another number of texts, a column that is no text, a prompt of a column that the row lacks, or a
+            score that is no finite number.
     """
+    prompts = dict.fromkeys(row, prompts) if isinstance(prompts, str) else prompts or {}
+    if unknown := [name for name in prompts if name not in row]:
+        raise DataError(f"{where} has the columns {listed(list(row))}, and prompts has {unknown[0]!r}; correct prompts")
     given = {name: value for name, value in row.items() if value is not None}
     score = next((given.pop(name) for name in _SCORES if name in given), None)
     names = sorted(given, key=lambda name: ["anchor", "positive"].index(name) if name in ("anchor", "positive") else 2)
@@ -187,7 +201,7 @@ def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None)
         isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
     ):
         raise DataError(f"{where}: the score is {score!r}; it must be a number")
-    return {"texts": [given[name] for name in names], "score": score}
+    return {"texts": [prompts.get(name, "") + given[name] for name in names], "score": score}
 
 
 @dataclass(frozen=True)
@@ -232,6 +246,7 @@ class EmbeddingExamples(EncodedRows):
         max_length: tokens to which a text is cut, by the tokenizer's own truncation; `num_truncated` counts the
             examples.
         texts: of each example; None: as many as the first one has.
+        prompts: as for `embedded_of`.
 
     Raises:
         DataError: a row of another form, or a text of which the tokenizer leaves no token.
@@ -247,8 +262,9 @@ class EmbeddingExamples(EncodedRows):
         *,
         max_length: int | None = 512,
         texts: int | None = None,
+        prompts: Mapping[str, str] | str | None = None,
     ) -> None:
-        self.read = partial(embedded_of, texts=texts)
+        self.read = partial(embedded_of, texts=texts, prompts=prompts)
         super().__init__(rows, tokenizer, max_length=max_length)
 
     def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
@@ -261,6 +277,15 @@ class EmbeddingExamples(EncodedRows):
     def lengths(self) -> list[int]:
         """The number of tokens of the longest text of each example, for length bucketing."""
         return [max(lengths) for lengths in self._table.column("text_lengths").to_pylist()]
+
+    @property
+    def keys(self) -> list[frozenset[int]]:
+        """A number for each text of each example, the same for equal texts."""
+        keys, columns = [], (self._table.column(name) for name in ("text_ids", "text_lengths"))
+        for ids, lengths in zip(*(column.to_pylist() for column in columns), strict=True):
+            ends = torch.tensor(lengths).cumsum(0).tolist()
+            keys.append(frozenset(hash(tuple(ids[end - n : end])) for n, end in zip(lengths, ends, strict=True)))
+        return keys
 
 
 @dataclass
@@ -276,7 +301,18 @@ class PipelineEmbeddingConfig(TaskArguments):
     max_length: int | str | None = argument(  # type: ignore[assignment]  # a text until the model is known
         AUTO, "Tokens of a text at most; None: any number; auto: as files of sentence-transformers say, or 512."
     )
+    train_sampling_strategy: str = argument("random", "random, sequential, group_by_length or no_duplicates.")
     _loss, section = EmbeddingLoss, EmbeddingsSection
+
+    def check(self) -> None:
+        if self.batch_sampler == "no_duplicates":
+            if self.train_sampling_strategy not in ("random", "no_duplicates"):
+                raise UserError(
+                    f"batch_sampler is 'no_duplicates' and train_sampling_strategy {self.train_sampling_strategy!r}, "
+                    "and rows have one order; leave one of them out"
+                )
+            self.train_sampling_strategy = "no_duplicates"
+        super().check()
 
 
 class PipelineEmbeddingTrainer(TaskTrainer):
@@ -291,6 +327,8 @@ class PipelineEmbeddingTrainer(TaskTrainer):
             `args.make_loss()` as its loss.
         data_collator: rows to a mini-batch; None: `EmbeddingCollator`.
         train_dataset, eval_dataset: rows that `EmbeddingExamples` takes, or its examples.
+        evaluator: an evaluator of sentence-transformers, or several, with or without an eval_dataset: a function of the
+            model (`SentenceModel`), `output_path`, `epoch` and `steps` that returns metrics. Every process calls it.
         args, processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config: as for
             `PipelineDPOTrainer`.
 
@@ -300,6 +338,57 @@ class PipelineEmbeddingTrainer(TaskTrainer):
 
     _arguments, examples = PipelineEmbeddingConfig, EmbeddingExamples
     args: PipelineEmbeddingConfig
+    #: The prefix of the metrics of evaluators in the evaluation under way; None: they have run.
+    _prefix: str | None = None
+
+    def __init__(self, *given: Any, evaluator: Any = None, **options: Any) -> None:
+        self.evaluators = evaluator if isinstance(evaluator, list | tuple) else [evaluator] if evaluator else []
+        super().__init__(*given, **options)
+        counts = self.world.gather_objects(len(self.evaluators))
+        if min(counts) < max(counts):
+            raise UserError(f"evaluator: the processes have {counts} of them; give the same in every process")
+
+    @by_every_process
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:
+        """Loss and metrics as of `PipelineTrainer.evaluate`, and the metrics of the evaluators."""
+        self._prefix = metric_key_prefix if self.evaluators else None
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.evaluators and not self.world.from_main(lambda: dataset is not None):
+            self._check_surface()
+            return self._end_evaluation({})
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **generation)
+
+    def _end_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
+        if (prefix := self._prefix) is not None:
+            self._prefix = None
+            with self.job.during("evaluating"):
+                metrics |= {f"{prefix}_{name}": value for name, value in self._metrics_of_evaluators().items()}
+        return super()._end_evaluation(metrics)
+
+    def _metrics_of_evaluators(self) -> dict[str, float]:
+        most = self.args.max_length if isinstance(self.args.max_length, int) else None
+        model = SentenceModel(self.pipe, self._tokenizer, most, self._files.contents.get(PROMPTS_FILE, {}))
+        place: dict[str, Any] = {"epoch": self.state.epoch, "steps": self.state.global_step, "output_path": None}
+        if self.world.is_main:
+            place["output_path"] = os.path.join(self.args.output_dir, "eval")
+            make_directory(Path(place["output_path"]))
+        metrics: dict[str, Any] = {}
+        for evaluator in self.evaluators:
+            found = evaluator(model, **place)
+            metrics |= found if isinstance(found, Mapping) else {"evaluator": found}
+        shared: dict[str, float] = self.world.from_main(lambda: {name: float(metrics[name]) for name in metrics})
+        return shared
+
+    @property
+    def _has_own_rows(self) -> bool:
+        is_own = type(self).evaluate is not PipelineEmbeddingTrainer.evaluate
+        return bool(self.evaluators) or is_own or self._overrides("get_eval_dataloader")
 
     def _prepare_data(self, model: Any) -> None:
         self._files, args = files_of(model), self.args
@@ -311,12 +400,17 @@ class PipelineEmbeddingTrainer(TaskTrainer):
             args.normalizes = own.normalizes
         if args.max_length == AUTO:
             args.max_length = self._files.max_length or _MAX_LENGTH
+        if args.prompts:
+            self._files.check_prompts()
         if self._files.lowers_case:
             if self.processing_class is None:
                 self.processing_class = self._tokenizer_beside(model)
             if self._tokenizer is not None:
                 lower_case(self._tokenizer)
         super()._prepare_data(model)
+
+    def _options_of_examples(self) -> dict[str, Any]:
+        return {"prompts": self.args.prompts}
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         return as_class(model, lambda config, is_saved: dict(as_embedder(config)))
@@ -419,10 +513,13 @@ class _Embeddings(Task):
     head, trainer = "none", PipelineEmbeddingTrainer
 
     def reader(self, recipe: Recipe) -> Read:
-        return partial(embedded_of, texts=recipe.embeddings.num_texts)
+        return partial(embedded_of, texts=recipe.embeddings.num_texts, prompts=recipe.embeddings.prompts)
 
     def rows(self, recipe: Recipe, split: Any, processor: Any) -> EmbeddingExamples:
-        if SentenceFiles.of(recipe.model.path).lowers_case:
+        files = SentenceFiles.of(recipe.model.path)
+        if recipe.embeddings.prompts:
+            files.check_prompts()
+        if files.lowers_case:
             lower_case(processor)
         return EmbeddingExamples(split, processor, max_length=recipe.data.max_length)
 

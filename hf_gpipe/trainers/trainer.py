@@ -177,7 +177,11 @@ class TaskTrainer(PipelineTrainer):
             return dataset
         if self._tokenizer is None:
             raise UserError(f"processing_class is None; give the tokenizer, or a dataset of {kind.__name__}")
-        return kind(dataset, self._tokenizer, max_length=self.args.max_length)
+        return kind(dataset, self._tokenizer, max_length=self.args.max_length, **self._options_of_examples())
+
+    def _options_of_examples(self) -> dict[str, Any]:
+        """More arguments of the class of the examples."""
+        return {}
 
     def _streamed(self, rows: Any, *, is_training: bool) -> Any:
         """The examples of an iterable without an index: a stream to train on, and a dataset to evaluate on."""

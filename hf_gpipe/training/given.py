@@ -42,7 +42,7 @@ def decided_by(pipe: Pipeline) -> Mapping[str, tuple[Sequence[Any], str]]:
     modes = {pipe.recompute} if isinstance(pipe.recompute, str) else {*pipe.recompute}
     recomputes = [modes.isdisjoint({"none", "host"})], f"recompute={pipe.recompute!r}"
     dtype = None if autocast is None else autocast.dtype
-    samplings = ["group_by_length"] if pipe.length_bucketing else ["random", "sequential"]
+    samplings = ["group_by_length"] if pipe.length_bucketing else ["random", "sequential", "no_duplicates"]
     return {name: (agreeing, repr(agreeing[0])) for name, agreeing in values.items()} | {
         "bf16": ([dtype == torch.bfloat16], f"autocast={dtype!r}"),
         "fp16": ([dtype == torch.float16], f"autocast={dtype!r}"),

@@ -20,7 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.adapters.text_entries import IDS, token_ids
-from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
+from hf_gpipe.data.batches import (
+    distinct_batches,
+    length_bucketed_batches,
+    num_token_batches,
+    shuffled_batches,
+    token_batches,
+)
 from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.recipe.batch_size import BatchSize
@@ -43,8 +49,9 @@ class MiniBatches:
         collate: rows -> a mini-batch.
         size: the size of a mini-batch. The last of an epoch may have fewer rows. With a size in tokens, all epochs of a
             map-style dataset have as many mini-batches as the rows of the first epoch make.
-        order: "sequential", "random", or "group_by_length" (rows of similar length share a mini-batch). An iterable
-            dataset has its own order; by length, it is sorted in pools of what has been read.
+        order: "sequential", "random", "group_by_length" (rows of similar length share a mini-batch), or "no_duplicates"
+            (rows that share one of the dataset's `keys` do not). An iterable dataset has its own order; by length, it
+            is sorted in pools of what has been read.
         seed: the seed of the order and of random transforms.
         drop_last: whether a mini-batch with fewer rows is left out.
         columns: the entries of a row to keep; None: all.
@@ -138,6 +145,12 @@ class MiniBatches:
             is_shuffled = self.order != "sequential"
             count = self._num_token_batches
             batches = token_batches(tokens, count, self.seed, epoch, lengths, shuffled=is_shuffled)
+        elif self.order == "no_duplicates":
+            num_batches = self.count()
+            assert num_batches is not None
+            keys = self._keys
+            batches = distinct_batches([keys[row] for row in drawn], size, num_batches, self.seed, epoch)
+            return [drawn[batch].tolist() for batch in batches]
         elif lengths is not None:
             batches = length_bucketed_batches(lengths, size, self.seed, epoch)
         elif self.order == "random":
@@ -161,6 +174,21 @@ class MiniBatches:
                 else np.array(epoch_rows(self._languages, self.temperature, self.seed, epoch))
             )
         return self._rows[epoch]
+
+    @cached_property
+    def _keys(self) -> Sequence[Collection[int]]:
+        """The keys of each row."""
+        if self.size.known_rows is None:
+            raise UserError(
+                "train_sampling_strategy='no_duplicates' needs mini-batches of so many rows; leave batch_tokens out"
+            )
+        keys: Sequence[Collection[int]] | None = getattr(self.dataset, "keys", None)
+        if keys is None:
+            raise DataError(
+                "train_sampling_strategy='no_duplicates' needs the texts of each row, which a dataset of "
+                f"EmbeddingExamples has, and a {type(self.dataset).__name__} has not; use random"
+            )
+        return keys
 
     @cached_property
     def _num_token_batches(self) -> int:
@@ -204,6 +232,10 @@ class MiniBatches:
         """Read the mini-batches of an iterable dataset. Without a place, those before `start` are read and skipped."""
         if self.workers is not None:
             raise UserError("dataloader_num_workers: an iterable dataset is read by the main process; use 0")
+        if self.order == "no_duplicates":
+            raise UserError(
+                "train_sampling_strategy='no_duplicates': an iterable dataset draws its rows itself; use random"
+            )
         if self.temperature != 1:
             raise UserError(
                 f"sampling_temperature={self.temperature}: an iterable dataset draws its rows itself; use 1 here"

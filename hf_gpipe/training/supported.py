@@ -93,7 +93,8 @@ HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "liger_kernel_config": ({"fused_linear_cross_entropy": True},),
 }
 
-SAMPLING = ("random", "sequential", "group_by_length")
+#: Orders of rows. With no_duplicates a mini-batch has no text twice; rows of embeddings alone can tell.
+SAMPLING = ("random", "sequential", "group_by_length", "no_duplicates")
 
 #: Variable of accelerate's environment -> what it turns on, unless its value is a harmless value.
 REFUSED_ENVIRONMENT = {

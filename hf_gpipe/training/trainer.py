@@ -270,8 +270,7 @@ class PipelineTrainer(TrainerInterface):
     def _loop(self, asked: Any, **options: Any) -> TrainingLoop:
         """Make the loop, with everything ready for the first step; the arguments are those of `TrainingLoop`."""
         start_time = time.time()
-        has_own_rows = type(self).evaluate is not PipelineTrainer.evaluate or self._overrides("get_eval_dataloader")
-        check_evaluations(self, has_own_rows=has_own_rows)
+        check_evaluations(self, has_own_rows=self._has_own_rows)
         self._init_model_anew()
         align_special_tokens(self.pipe, self.processing_class)
         if self._makes_scheduler:
@@ -334,6 +333,10 @@ class PipelineTrainer(TrainerInterface):
         batches = self._evaluated(dataset, generation, "eval")
         with self.job.during("evaluating"):
             metrics = Evaluator(self, prefix, generation).evaluate(batches)
+        return self._end_evaluation(metrics)
+
+    def _end_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Log the metrics of an evaluation."""
         self.log(metrics)
         self.fire("on_evaluate", metrics=metrics)
         return metrics
@@ -418,6 +421,11 @@ class PipelineTrainer(TrainerInterface):
     def train_batches(self) -> MiniBatches | OwnLoader | None:
         """The mini-batches of the training; None in processes that do not read data."""
         return self._loaded("train")
+
+    @property
+    def _has_own_rows(self) -> bool:
+        """Whether an evaluation may need no dataset."""
+        return self._overrides("evaluate") or self._overrides("get_eval_dataloader")
 
     def _overrides(self, method: str) -> bool:
         """Whether a method is a subclass's."""

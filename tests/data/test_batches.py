@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.data import length_bucketed_batches, shuffled_batches
-from hf_gpipe.data.batches import num_token_batches, token_batches
+from hf_gpipe.data.batches import distinct_batches, num_token_batches, token_batches
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=300)
 SIZES = st.integers(1, 40)
@@ -29,6 +29,22 @@ def is_complete(batches: list[list[int]], count: int, size: int) -> bool:
 def test_an_epoch_holds_every_example_once(lengths, size, seed, epoch):
     assert is_complete(length_bucketed_batches(lengths, size, seed, epoch), len(lengths), size)
     assert is_complete(shuffled_batches(len(lengths), size, seed, epoch), len(lengths), size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.frozensets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=60), SIZES, SEEDS, SEEDS
+)
+def test_no_two_rows_of_a_mini_batch_share_a_key(keys, size, seed, epoch):
+    count = -(-len(keys) // size)
+    batches = distinct_batches(keys, size, count, seed, epoch)
+    rows = [row for batch in batches for row in batch]
+    assert len(batches) == count
+    assert all(0 < len(batch) <= size for batch in batches)
+    assert len(rows) == len({*rows})
+    assert all(sum(map(len, own)) == len(frozenset().union(*own)) for own in ([keys[r] for r in b] for b in batches))
+    for row in {*range(len(keys))} - {*rows}:  # what is left out fits nowhere
+        assert all(len(batch) == size or any(keys[row] & keys[other] for other in batch) for batch in batches)
 
 
 @settings(max_examples=50, deadline=None)

@@ -37,7 +37,7 @@ from hf_gpipe import (
     Reads,
 )
 from hf_gpipe.checkpoint.sentence_files import SentenceFiles
-from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.checks import check_model, loss_of
 from hf_gpipe.from_recipe.held_out import HeldOut
 from hf_gpipe.from_recipe.job import _finite
@@ -597,3 +597,144 @@ training: {output_dir: out}
         Pipeline(plain_model(tiny_config("llama")), 1).embed({"input_ids": torch.ones(1, 1, dtype=torch.long)})
     with pytest.raises(UserError, match="BertModel has no head for tokens, and cannot generate"):
         Pipeline(plain("bert"), 1, loss=EmbeddingLoss()).generate(input_ids=torch.ones(1, 1, dtype=torch.long))
+
+
+# ---------------------------------------------------------------------- prompts, duplicates, evaluators
+
+
+def test_prompts_stand_before_the_texts_of_their_columns(tmp_path: Path) -> None:
+    row = {"query": "a", "answer": "b"}
+    assert embedded_of("row 1", row, prompts={"query": "q: "})["texts"] == ["q: a", "b"]
+    assert embedded_of("row 1", row, prompts="t: ")["texts"] == ["t: a", "t: b"]
+    with pytest.raises(DataError, match="row 1 has the columns query, answer, and prompts has 'anchor'"):
+        embedded_of("row 1", row, prompts={"anchor": "q: "})
+    data = [{name: one[name] for name in ("anchor", "positive")} for one in ROWS]
+    said = [{"anchor": f"ab {one['anchor']}", "positive": f"b {one['positive']}"} for one in data]
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, **NO_DROPOUT, intermediate_size=32)).double()
+    _, expected = trained(tmp_path, copy.deepcopy(model), said, max_steps=2)
+    _, found = trained(tmp_path, copy.deepcopy(model), data, max_steps=2, prompts={"anchor": "ab ", "positive": "b "})
+    _, without = trained(tmp_path, model, data, max_steps=2)
+    losses = [[one["loss"] for one in logs if "loss" in one] for logs in (expected, found, without)]
+    assert losses[0] == losses[1] != losses[2]
+    folder = sentence_folder(tmp_path / "folder", {"pooling_mode_mean_tokens": True, "include_prompt": False})
+    with pytest.raises(UnsupportedModelError, match="prompts: the model's Pooling leaves the tokens of prompts out"):
+        trained(tmp_path, str(folder), data, prompts="a ")
+
+
+def test_no_mini_batch_has_a_text_twice(tmp_path: Path) -> None:
+    """Drawn at random, some would have: each text is in two rows, and each positive is another row's anchor."""
+    texts = [f"{a} {b}" for a in "abcdef" for b in "ghijkl"]
+    data = [{"anchor": text, "positive": texts[number - 1]} for number, text in enumerate(texts)]
+    seen: list[torch.Tensor] = []
+
+    class Spy(EmbeddingCollator):
+        def __call__(self, rows: Any) -> Any:
+            seen.append(batch := super().__call__(rows))
+            return batch
+
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, **NO_DROPOUT, intermediate_size=32))
+    options: dict[str, Any] = {"max_steps": 12, "logging_steps": 1, "num_stages": 2, "use_cpu": True}
+    for sampler in ("batch_sampler", "no_duplicates"):
+        seen.clear()
+        args = PipelineEmbeddingConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=6,
+            batch_sampler=sampler,
+            save_strategy="no",
+            **options,
+        )
+        PipelineEmbeddingTrainer(
+            copy.deepcopy(model), args, data_collator=Spy(0), train_dataset=data, processing_class=words()
+        ).train()
+        batches = [[tuple(row) for row in batch["input_ids"].tolist()] for batch in seen[-12:]]
+        has_duplicates = any(len({*batch}) < len(batch) for batch in batches)
+        assert has_duplicates == (sampler == "batch_sampler")
+    with pytest.raises(UserError, match="batch_sampler is 'no_duplicates' and train_sampling_strategy 'sequential'"):
+        PipelineEmbeddingConfig(
+            output_dir=str(tmp_path), batch_sampler="no_duplicates", train_sampling_strategy="sequential"
+        )
+    with pytest.raises(UserError, match=r"length_bucketing is true and embeddings\.batch_sampler is no_duplicates"):
+        parse_recipe(
+            "model: {path: somewhere}\ndata: {kind: embeddings, path: a.jsonl}\ntraining: {output_dir: out}",
+            ["embeddings.batch_sampler=no_duplicates"],
+        )
+
+
+class Evaluator:
+    """Notes how the model encodes, as evaluators of sentence-transformers call it."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[Any, ...]] = []
+
+    def __call__(self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1) -> Any:
+        self.places.append((output_path, steps))
+        texts = ["a", "c d", "e f g"]
+        found = model.encode(texts, batch_size=2, normalize_embeddings=True, truncate_dim=4)
+        alone = [model.encode(text, convert_to_tensor=True)[:4] for text in texts]
+        expected = F.normalize(torch.stack(alone), dim=1)
+        return {"difference": float((torch.from_numpy(found) - expected).abs().max()), "steps": steps}
+
+
+def _evaluate(folder: str) -> Any:
+    evaluator, data = Evaluator(), [{name: one[name] for name in ("anchor", "positive")} for one in ROWS]
+    torch.manual_seed(0)
+    made = PipelineEmbeddingTrainer(
+        BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, **NO_DROPOUT, intermediate_size=32)),
+        PipelineEmbeddingConfig(
+            output_dir=folder,
+            num_stages=2,
+            num_micro_batches=2,
+            per_device_train_batch_size=6,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+        ),
+        train_dataset=data,
+        processing_class=words(),
+        evaluator=evaluator,
+    )
+    made.train()
+    made.eval_dataset = made.train_dataset
+    metrics = made.evaluate()
+    return evaluator.places, metrics, [line for line in made.state.log_history if "eval_steps" in line]
+
+
+def test_evaluators_see_a_model_that_encodes(tmp_path: Path) -> None:
+    """With and without rows to evaluate on; every process calls them, and the main process alone may write."""
+    first, second = run_gloo(_evaluate, 2, str(tmp_path))
+    assert first[0] == [(str(tmp_path / "eval"), step) for step in (1, 2, 2)]
+    assert second[0] == [(None, step) for step in (1, 2, 2)]
+    assert first[1] == second[1]
+    assert first[1]["eval_difference"] < 1e-6
+    assert 0 < first[1]["eval_loss"] < 10
+    assert [line["eval_steps"] for line in first[2]] == [1, 2, 2]
+
+
+def test_evaluators_of_sentence_transformers(tmp_path: Path) -> None:
+    """Their metrics are those of the saved model in SentenceTransformer itself."""
+    library = pytest.importorskip("sentence_transformers")
+    from sentence_transformers import evaluation
+
+    texts = [row["anchor"] for row in ROWS], [row["positive"] for row in ROWS]
+    corpus = {f"{number}": text for number, text in enumerate(texts[1])}
+    queries = {f"q{number}": text for number, text in enumerate(texts[0])}
+    evaluators = [
+        evaluation.EmbeddingSimilarityEvaluator(*texts, scores=[number / 20 for number in range(len(ROWS))]),
+        evaluation.TripletEvaluator(*texts, [row["negative"] for row in ROWS]),
+        evaluation.InformationRetrievalEvaluator(queries, corpus, {f"q{n}": {f"{n}"} for n in range(len(ROWS))}),
+    ]
+    # Means of whole texts: no two are nearly equal, so that rounding decides nothing.
+    folder = sentence_folder(tmp_path / "start", {"pooling_mode_mean_tokens": True})
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 32}')
+    args = PipelineEmbeddingConfig(output_dir=str(tmp_path / "out"), num_stages=2, use_cpu=True, max_steps=1)
+    made = PipelineEmbeddingTrainer(str(folder), args, train_dataset=ROWS, evaluator=evaluators)
+    metrics = made.evaluate()
+    made.save_model(str(tmp_path / "saved"))
+    loaded = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    for evaluator in evaluators:
+        for name, value in evaluator(loaded).items():
+            assert metrics[f"eval_{name}"] == pytest.approx(value, abs=1e-5), name
