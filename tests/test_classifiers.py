@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,23 @@ import torch
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
-    BertForSequenceClassification,
+    BertForMaskedLM,
+    DebertaV2Config,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
     PreTrainedModel,
     Qwen3Config,
+    RobertaConfig,
     T5Config,
     T5ForSequenceClassification,
 )
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters.classifiers import ONE_CLASS
 from hf_gpipe.errors import CheckpointError, DataError, UnsupportedModelError, UserError
 from tests.oracle import VOCABULARY, Batch, Result, assert_same, run_pipeline
 from tests.training.toy import trainer
@@ -32,6 +39,13 @@ _LLAMA: dict[str, Any] = {**_COMMON, "num_attention_heads": 2, "num_key_value_he
 _CONFIGS: dict[str, Any] = {
     "llama": lambda **options: LlamaConfig(**_LLAMA, **options),
     "qwen3": lambda **options: Qwen3Config(**_LLAMA, head_dim=8, **options),
+    **{
+        family: partial(kind, **_COMMON, num_attention_heads=2, intermediate_size=32)
+        for family, kind in (("bert", BertConfig), ("roberta", RobertaConfig), ("modernbert", ModernBertConfig))
+    },
+    "deberta-v2": partial(
+        DebertaV2Config, **_COMMON, num_attention_heads=2, intermediate_size=32, pooler_hidden_size=16
+    ),
     "gpt2": lambda **options: GPT2Config(
         **_COMMON, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options
     ),
@@ -42,6 +56,9 @@ MULTI = "multi_label_classification"
 def plain(family: str, attention: str = "eager", **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = _CONFIGS[family](**options)
+    for name, value in vars(config).items():
+        if "dropout" in name and value:
+            setattr(config, name, 0.0)
     made: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
     return made.double().train()
 
@@ -70,6 +87,12 @@ def by_transformers(model: torch.nn.Module, batch: Batch) -> Result:
         ("gpt2", {"num_labels": 2}, torch.tensor([1, 0, 1]), True),
         ("qwen3", {"num_labels": 1}, torch.tensor([0.5, -1.0, 2.0, 0.0]), True),
         ("gpt2", {"num_labels": 3, "problem_type": "regression"}, torch.linspace(-1, 1, 12).view(4, 3), False),
+        # Encoders, whose heads pool the hidden states in one module, in two, and in a norm and two others.
+        ("roberta", {"num_labels": 3}, torch.tensor([0, 2, 1, -100, 2]), False),
+        ("bert", {"num_labels": 2}, torch.tensor([1, 0, 1]), True),
+        ("modernbert", {"num_labels": 2, "classifier_pooling": "mean"}, torch.tensor([1, 0, 1, 1]), False),
+        # Without a problem_type its own loss is in float32.
+        ("deberta-v2", {"num_labels": 2, "problem_type": ONE_CLASS}, torch.tensor([1, 0, 1, 1]), False),
         # As many classes as positions, and as rows.
         ("llama", {"num_labels": 7, "problem_type": MULTI}, torch.eye(7), False),
     ],
@@ -133,6 +156,17 @@ def test_a_language_model_s_checkpoint_gets_a_new_head(tmp_path: Path) -> None:
         pipes[1].load_pretrained(tmp_path)
 
 
+def test_an_encoder_s_checkpoint_gets_a_new_pooler_too(tmp_path: Path) -> None:
+    """It has none where it comes from a masked language model; new weights depend on no split."""
+    BertForMaskedLM(_CONFIGS["bert"]()).save_pretrained(tmp_path)
+    overrides = {"architectures": ["BertForSequenceClassification"], "num_labels": 3}
+    batch = batch_of(torch.tensor([0, 2, 1]))
+    pipes = [Pipeline(tmp_path, stages, 2, config_overrides=overrides, dtype=torch.float64) for stages in (1, 2)]
+    first, second = (pipe.eval_step(batch).loss for pipe in pipes)
+    assert first == pytest.approx(second, rel=1e-10)
+    assert pipes[0].model.bert.pooler.dense.weight.std() > 0
+
+
 def test_the_trainer_learns_classes_and_gives_logits(tmp_path: Path) -> None:
     rows = [{"input_ids": [3 + number % 2] * (2 + number % 3), "label": number % 2} for number in range(16)]
 
@@ -168,9 +202,9 @@ def test_refusals() -> None:
     sizes = {"vocab_size": VOCABULARY, "num_heads": 2, "num_layers": 2}
     with pytest.raises(UnsupportedModelError, match="t5: T5ForSequenceClassification cannot be split"):
         Pipeline(T5ForSequenceClassification(T5Config(**sizes, d_model=16, d_kv=8, d_ff=32)), 2, 2)
-    bert = BertConfig(**_COMMON, num_attention_heads=2, intermediate_size=32)
-    with pytest.raises(UnsupportedModelError, match="bert: BertForSequenceClassification cannot be split"):
-        Pipeline(BertForSequenceClassification(bert), 2, 2)
+    distilbert = DistilBertConfig(vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
+    with pytest.raises(UnsupportedModelError, match="distilbert: DistilBertForSequenceClassification cannot be split"):
+        Pipeline(DistilBertForSequenceClassification(distilbert), 2, 2)
     model = plain("llama", num_labels=2)
     model.config.pad_token_id = None
     with pytest.raises(UnsupportedModelError, match="give it the tokenizer's: from_pretrained"):

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from hf_gpipe.adapters.base import IGNORED_LABEL as IGNORED_LABEL
 from hf_gpipe.adapters.base import Adapter as Adapter
-from hf_gpipe.adapters.classifiers import Classifier, check_classifier
+from hf_gpipe.adapters.classifiers import kind_of_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
@@ -77,8 +77,7 @@ def build_adapter(
     name = "" if model_class is None else model_class.__name__
     kind: type[TextAdapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     if name in SEQUENCE_CLASSIFICATION.names:
-        check_classifier(config, name)
-        kind = Classifier
+        kind = kind_of_classifier(config, name)
     elif name in HEADLESS.names:
         kind = Embedder
     elif name in TOKEN_CLASSIFICATION.names:

@@ -1,7 +1,7 @@
-"""Decoder-only models that classify or score rows: transformers' AutoModelForSequenceClassification.
+"""Models that classify or score rows: transformers' AutoModelForSequenceClassification.
 
-Their logits (B, C) are read at the last token of each row that is not padding. The model's own forward finds that
-token by the id of the padding token.
+The logits (B, C) of a decoder-only model are read at the last token of each row that is not padding. The model's own
+forward finds that token by the id of the padding token. An encoder pools its hidden states in the modules of its head.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION
+from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION
 from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Tensors
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+from hf_gpipe.libraries.transformers import MODEL_FOR_MASKED_LM_MAPPING
 
 #: The problem_type of one class for each row, whose loss is the cross-entropy.
 ONE_CLASS = "single_label_classification"
@@ -31,6 +32,9 @@ class RowModel(DecoderOnly):
         labels = {name: inputs.pop(name) for name in ("labels",) if name in inputs}
         return super().prepare(inputs) | labels
 
+    def _is_used(self, inputs: Tensors) -> torch.Tensor:
+        return inputs["attention_mask"].bool()
+
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """Zeros (B, 1), which count the rows."""
         ids = self.main_input(inputs)
@@ -44,14 +48,13 @@ class RowModel(DecoderOnly):
 
 
 class Classifier(RowModel):
-    """Embedding, blocks, norm, and a head whose logits are read at the last token of each row."""
+    """Embedding, blocks, perhaps a norm, and a head that gives logits (B, C) of rows."""
 
     is_classifier, task_type = True, "SEQ_CLS"
 
-    def _is_used(self, inputs: Tensors) -> torch.Tensor:
-        # The model looks for the last token by its id, whatever the mask says.
-        is_token = self.main_input(inputs) != self.config.get_text_config().pad_token_id
-        return inputs["attention_mask"].bool() | is_token
+    @property
+    def compared_class(self) -> type[PreTrainedModel] | None:
+        return next(iter(HEADLESS.of_family(self.config)))
 
     def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
         return no_labels(len(self.main_input(batch)), self.config)
@@ -63,6 +66,17 @@ class Classifier(RowModel):
     def check_ids(self, inputs: Inputs) -> None:
         super().check_ids({name: ids for name, ids in inputs.items() if name != "labels"})
         check_labels(inputs["labels"], self.config)
+
+
+class LastTokenClassifier(Classifier):
+    """A decoder-only model, whose logits are read at the last token of each row."""
+
+    compared_class = None
+
+    def _is_used(self, inputs: Tensors) -> torch.Tensor:
+        # The model looks for the last token by its id, whatever the mask says.
+        is_token = self.main_input(inputs) != self.config.get_text_config().pad_token_id
+        return super()._is_used(inputs) | is_token
 
 
 def as_classifier(
@@ -100,18 +114,24 @@ def change(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
             setattr(config, name, value)
 
 
-def check_classifier(config: PreTrainedConfig, model_class: str) -> None:
-    """Raise UnsupportedModelError where a class that classifies rows cannot be split, or lacks its padding token."""
+def kind_of_classifier(config: PreTrainedConfig, model_class: str) -> type[Classifier]:
+    """The adapter of a class that classifies rows.
+
+    Raises UnsupportedModelError where it cannot be split, or lacks its padding token.
+    """
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{config.model_type}: {model_class} cannot be split; among the classes of "
-            "AutoModelForSequenceClassification those of decoder-only models can"
+            "AutoModelForSequenceClassification those of encoders and of decoder-only models can"
         )
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return Classifier
     if config.get_text_config().pad_token_id is None:
         raise UnsupportedModelError(
             f"{config.model_type}: {model_class} finds the last token of a row by pad_token_id, and the "
             "configuration has none; give it the tokenizer's: from_pretrained(..., pad_token_id=...)"
         )
+    return LastTokenClassifier
 
 
 def problem_of(config: PreTrainedConfig) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.auto_classes import HEADLESS
-from hf_gpipe.adapters.base import Tensors
 from hf_gpipe.adapters.classifiers import RowModel
 from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.libraries.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
@@ -27,9 +25,6 @@ class Embedder(RowModel):
     @cached_property
     def ends_with_head(self) -> bool:  # type: ignore[override]  # of a pooler, not of a norm
         return not self.is_trained(self.layers[-1], self.reference)
-
-    def _is_used(self, inputs: Tensors) -> torch.Tensor:
-        return inputs["attention_mask"].bool()
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -64,7 +64,7 @@ class TextAdapter(Adapter):
         self.stacks = tuple(stack.of(self.reference) for stack in observation.stacks)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
-        last = [] if head is None else [Layer(head, "head", "decoder", (head,))]
+        last = [Layer(head[-1], "head", "decoder", head)] if head else []
         self.layers: tuple[Layer, ...] = (*stack_layers, *last)
         self.projection = observation.projection
         #: Hidden states that each layer receives, by its first module; the sizes are the tiny clone's.

@@ -271,7 +271,7 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
         named = [f"{name} has the shape {tuple(theirs)}, the model's {tuple(own)}" for name, theirs, own in shapes]
         reason = listed(named, 3) or error
         raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {reason}") from error
-    head = f"{stage.adapter.layers[-1].name}."
+    head = tuple(f"{module}." for module in stage.adapter.layers[-1].modules)
     missing = {name for name in info.missing_keys if not (stage.adapter.may_lack_head and name.startswith(head))}
     if missing:
         names = ", ".join(sorted(missing)[:5])

@@ -46,7 +46,8 @@ class Observation:
 
     Attributes:
         stacks: one stack, or the encoder's and the decoder's.
-        head: the module that ran last; None: a block ran last, in a model without a head.
+        head: the modules that ran last: mostly one, and of a classifier of rows those from the last on that got the
+            hidden states of all tokens; empty: a block ran last, in a model without a head.
         projection: the linear layer in the head that makes the logits, if they can be made in parts.
         embeddings: modules before the blocks whose input is not hidden states.
         inputs: the first tensor that each module outside of the blocks, and each stack's first block, received.
@@ -58,7 +59,7 @@ class Observation:
     """
 
     stacks: tuple[Stack, ...]
-    head: str | None
+    head: tuple[str, ...]
     projection: FoundProjection
     embeddings: frozenset[str]
     inputs: dict[str, Given]
@@ -163,7 +164,9 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     has_logits = "logits" in calls.result
     if not after[-1] and has_logits:
         raise UnsupportedModelError(f"{family}: nothing with weights runs after the blocks; a head is needed")
-    head = after[-1].pop() if after[-1] else None
+    is_classifier = has_logits and calls.result.logits.dim() == 2
+    head = _head(model, after[-1], calls) if is_classifier else tuple(after[-1][-1:])
+    after[-1] = after[-1][: len(after[-1]) - len(head)]
     idle = tuple(name for name in units if name not in calls.entered)
     stack_names: tuple[StackName, ...] = ("encoder", "decoder") if len(lists) == 2 else ("decoder",)
     stacks = []
@@ -183,13 +186,14 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     }
     encoded = getattr(calls.result, "encoder_last_hidden_state", None)
     constants = _constants(model, units, calls.result)
-    if not has_logits or head is None:
+    if not has_logits or not head:
         projection = FoundProjection((), "there are none")
-    elif calls.result.logits.dim() == 2:
-        _check_classifier(model, calls.result.logits, calls.tensors[head][0])
-        projection = FoundProjection((), "they are those of one token of each row")
+    elif is_classifier:
+        projection = FoundProjection((), "they are those of rows, and not of tokens")
     else:
-        projection = find_projection(model, head, calls.entered, calls.result.logits, lambda: _forward(model, autocast))
+        projection = find_projection(
+            model, head[0], calls.entered, calls.result.logits, lambda: _forward(model, autocast)
+        )
     return Observation(
         tuple(stacks),
         head,
@@ -310,13 +314,22 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
     return tuple(seen.values())
 
 
-def _check_classifier(model: PreTrainedModel, logits: torch.Tensor, of_tokens: torch.Tensor) -> None:
-    """Raise UnsupportedModelError unless the logits (B, C) are the head's output (B, T, C) at a token of each row."""
-    if of_tokens.dim() != 3 or not bool((of_tokens == logits[:, None]).all(dim=-1).any(dim=1).all()):
+def _head(model: PreTrainedModel, after: list[str], calls: _Calls) -> tuple[str, ...]:
+    """The modules that make the logits (B, C) of rows: from the last one that gets hidden states (B, T, D) on.
+
+    Raises UnsupportedModelError where there is none, or where the logits are not the last one's output: for each row,
+    or at one of its tokens.
+    """
+    got = [number for number, name in enumerate(after) if name in calls.inputs and len(calls.inputs[name].shape) == 3]
+    logits, made = calls.result.logits, calls.tensors[after[-1]][0]
+    is_of_token = made.dim() == 3 and bool((made == logits[:, None]).all(dim=-1).any(dim=1).all())
+    if not got or not (is_of_token or (made.shape == logits.shape and bool((made == logits).all()))):
         raise UnsupportedModelError(
             f"{model.config.model_type}: {type(model).__name__} cannot be split; among the classes of "
-            "AutoModelForSequenceClassification those can whose logits are those of the last token"
+            "AutoModelForSequenceClassification those can whose logits are those of a token, or that pool the hidden "
+            "states in modules with weights"
         )
+    return tuple(after[got[-1] :])
 
 
 def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozenset[str]:

@@ -32,7 +32,7 @@ BLOCK_COUNTS = (
 _WIDTHS = _names(
     WIDTH,
     *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size"),
-    *("attention_hidden_size", "lru_width"),
+    *("attention_hidden_size", "lru_width", "pooler_hidden_size"),
 )
 _HEADS = _names(
     HEADS,
