@@ -73,7 +73,7 @@ def run_rows(model: PreTrainedModel, batch: Batch) -> Result:
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_pairs_of_rows(num_stages: int, options: Any, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three pairs in two micro-batches; chunks of 7 positions end within rows, or all logits are made at once."""
-    monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 7)
+    monkeypatch.setattr(head, "slice_positions", lambda width, vocabulary: 7)
     if is_whole:
         monkeypatch.setattr(StageModel, "deferred_logits", lambda self: None)
     config = tiny_config("llama", tied=num_stages == 2)
@@ -99,7 +99,7 @@ def test_pairs_of_rows(num_stages: int, options: Any, is_whole: bool, monkeypatc
 
 
 def test_evaluation_in_chunks_with_smoothed_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 7)
+    monkeypatch.setattr(head, "slice_positions", lambda width, vocabulary: 7)
     config = tiny_config("llama")
     model, batch = plain_model(config), padded_batch(config)
     found = Pipeline(model, 2, 2, label_smoothing=0.1).eval_step(batch)

@@ -91,7 +91,7 @@ CASES = [
 def test_loss_and_every_gradient(
     num_stages: int, count: int, schedule: str, recompute: str, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 5)
+    monkeypatch.setattr(head, "slice_positions", lambda width, vocabulary: 5)
     made, of = [], TeacherLogits.of
     monkeypatch.setattr(TeacherLogits, "of", lambda self, rows: made.append(of(self, rows)) or made[-1])
     plain, other = student(tied=num_stages != 2), teacher()

@@ -120,7 +120,7 @@ def test_one_process_computes_what_the_plain_model_computes(family: str) -> None
 
 def test_losses_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smoothed labels, clipped logits, the dynamic loss; some positions at a time."""
-    monkeypatch.setattr(head_part, "chunk_positions", lambda width, columns: 7)
+    monkeypatch.setattr(head_part, "slice_positions", lambda width, columns: 7)
     model = plain_model(tiny_config("llama", tied=False))
     batch = padded_batch(model.config)
     batch["labels"][1, :4] = -100

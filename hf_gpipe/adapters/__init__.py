@@ -63,7 +63,7 @@ def adapter_for(
     head = adapter.layers[-1].name
     if quantisation is not None and any(quantised_layers(adapter.reference.get_submodule(head))):
         raise UserError(
-            f"quantization_config would quantise the head {head!r}, whose logits a pipeline computes in chunks; add it "
+            f"quantization_config would quantise the head {head!r}, whose logits a pipeline computes in slices; add it "
             "to llm_int8_skip_modules, or leave that out"
         )
     return adapter

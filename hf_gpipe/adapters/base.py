@@ -136,7 +136,7 @@ class Adapter(ABC):
     #: The position of a row's first token, where a mini-batch has no positions.
     first_position = 0
     #: Whether padding on the left predicts the same in rows that are cut; a tiny clone tells.
-    padding_predicts_in_chunks = False
+    padding_predicts_in_groups = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
     #: The embedding and the head, where saved adapters have them with more tokens than the model that they belong to.

@@ -245,7 +245,7 @@ def check_classes(model: PreTrainedModel, layers: tuple[str, ...]) -> None:
             raise UserError(
                 f"{family}: {type(module).__name__}.forward was replaced by {forward.__qualname__} of {where}, and "
                 "stages would not run it as the whole model does; undo that (a pipeline computes the logits' loss in "
-                "chunks by itself), or replace the forward of modules inside of a layer"
+                "slices by itself), or replace the forward of modules inside of a layer"
             )
     is_derived = any(c.__module__.startswith("transformers.models.") for c in root.__mro__)
     for number, cls in enumerate(root.__mro__):

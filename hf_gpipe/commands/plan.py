@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_gpipe.commands.base import Parser, run_with_options
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1 << 20
 #: The most columns of a line, and the least; between them a terminal's own number decides.
 _WIDEST, _NARROWEST = 100, 60
-#: Tokens of a chunk, where --longest looks for the longest rows in chunks.
-_CHUNK_TOKENS = 2048
 
 DESCRIPTION = """\
 Says whether the training of a recipe fits the devices, and how long a step takes: the layers and the memory of each
@@ -57,7 +56,7 @@ def _plan(options: argparse.Namespace) -> int:
     request = PlanRequest.of(options)
 
     from hf_gpipe.planner.picture import draw_plan
-    from hf_gpipe.planner.report import as_dict, lines_text, overrides, report, search_report, untried
+    from hf_gpipe.planner.report import as_dict, keys_text, lines_text, overrides, report, search_report, untried
     from hf_gpipe.planner.search.listed import TABLE_FILE
     from hf_gpipe.planner.search.search_all import search_all
 
@@ -95,10 +94,10 @@ def _plan(options: argparse.Namespace) -> int:
     if options.longest:
         key = request.recipe.data.length_key
         say("longest", _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens})))
-        if not best.settings.cuts_rows and request.can_cut_rows:
-            longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}, _CHUNK_TOKENS))
-            keys = f"pipeline.sequence_chunks='{_CHUNK_TOKENS} tokens' pipeline.schedule=1f1b pipeline.recompute=stage"
-            say("in chunks", f"{longest}; {keys}")
+        for name, keys in request.longer_rows(best):
+            fits_with = partial(request.fits_with, best, keys=keys)
+            longest = _longest(f"data.{key}", lambda tokens: fits_with({key: tokens}))  # noqa: B023  # called at once
+            say(name, f"{longest}; {keys_text(keys)}")
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
         print(best.timeline.schedule.text(), end="")
@@ -178,7 +177,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--longest",
         action="store_true",
-        help="find the largest data.max_length (or data.max_target_tokens) that fits, with rows whole and in chunks",
+        help="find the largest data.max_length (or data.max_target_tokens) that fits, with rows whole and cut",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(

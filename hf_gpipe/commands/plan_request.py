@@ -12,14 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import Schedule, recompute_under
 from hf_gpipe.schedule.placement import MOST_PLACES
-from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.sizes import read_bytes
 
 if TYPE_CHECKING:
@@ -189,16 +190,17 @@ class PlanRequest:
             planner.speeds = rated_speeds(costs, self.devices)
         return planner
 
-    @property
-    def can_cut_rows(self) -> bool:
-        """Whether the rows of the model can be cut into chunks; a tiny clone is compared."""
+    def longer_rows(self, plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield keys with which longer rows may fit than in a plan, and their name; tiny clones are compared."""
         from hf_gpipe.from_recipe.checks import verify_options
 
-        try:
-            verify_options(self.recipe, self.config.replace(**Chunks(2).keys), _adapter(self.recipe))
-        except UserError:
-            return False
-        return True
+        for of_mode in functions_of_modes("search", "longer_rows"):
+            for name, keys in of_mode(plan.settings):
+                try:
+                    verify_options(self.recipe, self.config.replace(**keys), _adapter(self.recipe))
+                except UserError:
+                    continue
+                yield name, keys
 
     def best(self) -> Plan:
         """The plan, with what is left open chosen. Raises UserError where nothing that is allowed fits."""
@@ -218,21 +220,22 @@ class PlanRequest:
 
         return replace(best_plan(self.planner.within(None), self.config), planner=self.planner)
 
-    def fits_with(self, plan: Plan, lengths: Mapping[str, Any], chunk_tokens: int | None = None) -> bool:
-        """Whether a plan of this request also fits with other values of keys of `data`.
+    def fits_with(self, plan: Plan, lengths: Mapping[str, Any], keys: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        """Whether a plan of this request also fits with other values of keys of `data`, and of `pipeline`.
 
         Args:
             plan: the plan.
-            lengths: the values by key.
-            chunk_tokens: the most tokens of a chunk, into which rows are cut under 1f1b with recompute stage; None: the
-                rows are cut as in the plan.
+            lengths: the values of keys of `data`.
+            keys: the values of keys of `pipeline`.
         """
+        from hf_gpipe.planner.search.choose import ways_of_modes
+
         recipe = self.recipe.replace(data=self.recipe.data.replace(**lengths))
         planner = replace(self, recipe=recipe, is_profiled=False).planner
         settings = plan.settings
-        if chunk_tokens is not None:
-            chunks = Chunks(-(-planner.inputs.mini_batch().target_tokens // chunk_tokens))
-            settings = settings.replace(**chunks.keys, schedule="1f1b", recompute="stage")
+        if keys:
+            (_, asked), *_ = ways_of_modes(planner, settings.reopened(**keys))
+            settings = asked.decided()
         other = planner.plan(settings)
         # The planner cuts what the model has no positions for.
         return other.fits and other.costs.workload.target_tokens >= planner.inputs.mini_batch().target_tokens

@@ -8,7 +8,7 @@ from typing import Any
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 from transformers import PreTrainedModel
 
-#: What the head computes in chunks anyway, and what would replace classes or activations of the whole process.
+#: What the head computes in slices anyway, and what would replace classes or activations of the whole process.
 _LEFT_OUT = ("cross_entropy", "fused_linear_cross_entropy", "layer_norm", "relu_squared")
 
 

@@ -1,6 +1,6 @@
 """Metrics of target tokens beside their loss: how many the model ranks first, and how unsure it is.
 
-They are sums on the device over the chunks and micro-batches of a mini-batch, read when they are logged, so no step
+They are sums on the device over the micro-batches of a mini-batch, read when they are logged, so no step
 waits for them. Like TRL's, a metric of several mini-batches is the mean of theirs.
 """
 

@@ -32,7 +32,8 @@ mode has those that it needs:
     search   what the planner tries, of which a mode has what it needs:
              possible(adapter, loss, mini_batch) yields the fields of modes that these allow
              ways(planner, config) yields both, with what the mode's keys leave open decided
-             cuts(config, tokens) -> the ways to cut rows of so many tokens
+             cuts(config, tokens) -> the groups that rows of so many tokens may be cut into
+             longer_rows(config) yields keys with which longer rows may fit, as (name, keys)
              outcomes(planner, config, counts of micro-batches) -> the plans where the mode has its own; else None
              SCHEDULES, and is_worth_a_try(planner, config): schedules that "auto" tries too
              instead(plan) and leaner(planner, settings, partition) yield plans where memory is short
@@ -44,6 +45,7 @@ mode has those that it needs:
              the loss of a teacher is None
              verify(config, adapter, packing=..., probe=...) raises UnsupportedModelError where a tiny clone differs
     cutting  cutter(config) -> what cuts micro-batches further (`hf_gpipe.runtime.cutting.Cutter`), or None
+             members(micro_batch, groups, adapter) -> the members of the group that a micro-batch is cut into
     stages   divide(stage, ranks) -> the division of a stage's layers among the ranks of a worker, which it then has
              parts(adapter, parameters, num_ranks) -> the parameters of which one rank has a part, by name
     building Builder, a `ModeBuilder`: what the mode does while a pipeline is built

@@ -22,7 +22,7 @@ from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.emulated_ranks import emulate
 from hf_gpipe.pipeline.steps import Steps
-from hf_gpipe.pipeline.variant import Trust, Variant
+from hf_gpipe.pipeline.variant import ModeVariant, Trust, Variant
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.settings.division import Division
@@ -57,8 +57,8 @@ def in_stages(model: PreTrainedModel, adapter: Adapter, variant: Variant, ranks:
         num_micro_batches=MICRO_BATCHES,
         schedule="zb_h1" if variant.splits_backward else "gpipe",
         recompute=variant.recompute,
-        sequence_chunks=variant.chunks,
         use_liger_kernel=variant.kernels is not None,
+        **(variant.keys if isinstance(variant, ModeVariant) else {}),
     )
     inputs = PlanInputs(packing=variant.packing)
     loss = PLAIN if adapter.has_head else HiddenLoss()

@@ -26,7 +26,6 @@ from hf_gpipe.model.clone import (
     clone_of,
     compared_once,
     exact_clone,
-    narrowed,
     packed_documents,
     padded_batch,
 )
@@ -36,8 +35,7 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline.clone_steps import divided_steps, in_stages, split_step
 from hf_gpipe.pipeline.exactness import verify
 from hf_gpipe.pipeline.generated import verify_generation
-from hf_gpipe.pipeline.variant import Variant
-from hf_gpipe.settings.chunks import SETTING
+from hf_gpipe.pipeline.variant import ModeVariant, Variant
 
 #: The largest difference of a clone, where rows or layers are cut: parts that the library computes in float32, such as
 #: the softmax of eager attention, round in another way when shapes change, and liger's kernels compute in float32
@@ -56,10 +54,7 @@ class TinyClones:
         return open_model(spec, device, lambda adapter: verify(adapter, Variant()))
 
     def require(self, adapter: Adapter, variant: Variant) -> None:
-        """Raise UserError where a tiny clone computes something else when it is run so.
-
-        The adapter takes rows whose first token is predicted by padding on their left, where its clone in chunks does.
-        """
+        """Raise UserError where a tiny clone computes something else when it is run so."""
         if variant.splits_backward or variant.generates:
             if isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
                 (verify_generation if variant.generates else verify)(adapter, variant)
@@ -67,17 +62,15 @@ class TinyClones:
         adapter = check_reads_text(adapter, _setting(variant))
         if variant.kernels is not None:
             check_available(adapter.config.model_type, variant.kernels)
-        if variant.packing and variant.chunks == 1:
+        if _compares_logits(variant):
             token = torch.zeros(1, dtype=torch.long)
             adapter.packed(
                 [text_entries(token, labels=token)]
             )  # raises UserError of attention that sees other documents
         what = f"{variant} {attention_of(adapter)}" + f" {masks_of(adapter.config)}" * (variant.ranks > 1)
         compared_once(adapter, what, lambda: _verified(adapter, variant))
-        if variant.chunks > 1 and not variant.packing:
-            adapter.padding_predicts_in_chunks |= compared_once(
-                adapter, f"{what}, padded on the left", lambda: _padding_predicts(adapter, variant)
-            )
+        if isinstance(variant, ModeVariant):
+            variant.compared(adapter, what)
 
 
 #: The probe of users' pipelines.
@@ -86,8 +79,8 @@ PROBE = TinyClones()
 
 def _setting(variant: Variant) -> str:
     """The argument that asks for a variant, for errors."""
-    if variant.chunks > 1:
-        return SETTING
+    if isinstance(variant, ModeVariant):
+        return variant.setting
     if variant.packing:
         return "packing=True"
     return "use_liger_kernel" if variant.kernels is not None else "tensor_parallel"
@@ -96,7 +89,7 @@ def _setting(variant: Variant) -> str:
 def _verified(adapter: TextAdapter, variant: Variant) -> float:
     """The difference of a clone. Raises UnsupportedModelError if it is too large."""
     family, setting = adapter.given_config.model_type, _setting(variant)
-    how = f"{setting}" + " of packed rows" * (variant.chunks > 1 and variant.packing)
+    how = setting + " of packed rows" * (variant.packing and not _compares_logits(variant))
     how += " and recompute: block" * (variant.recompute == "block")
     try:
         difference = differs(adapter, variant)
@@ -110,8 +103,8 @@ def _verified(adapter: TextAdapter, variant: Variant) -> float:
     if difference <= tolerance(variant):
         return difference
     why = ""
-    if variant.chunks > 1:
-        why = ": its layers keep more of earlier tokens than keys and values, or attend to later ones"
+    if isinstance(variant, ModeVariant):
+        why = f": {variant.cause}"
     elif variant.packing:
         why = ": documents in one row change each other's logits; use a collator that pads"
     what = "logits" if _compares_logits(variant) else "gradients"
@@ -129,7 +122,7 @@ def tolerance(variant: Variant) -> float:
 
 
 def _compares_logits(variant: Variant) -> bool:
-    return variant.packing and variant.chunks == 1
+    return variant.packing and not isinstance(variant, ModeVariant)
 
 
 def differs(adapter: TextAdapter, variant: Variant) -> float:
@@ -137,41 +130,16 @@ def differs(adapter: TextAdapter, variant: Variant) -> float:
 
     Args:
         adapter: the model's.
-        variant: how its clone is run. Of packed rows logits are compared; of packed rows in chunks the step with whole
-            rows; and of divided layers the step with whole layers, whose dropout is that of the model.
+        variant: how its clone is run. Of packed rows logits are compared; and of divided layers the step with whole
+            layers, whose dropout is that of the model.
     """
     if variant.ranks > 1:
         return _divided_differ(adapter, variant)
     if variant.kernels is not None:
         return _kernels_differ(adapter, variant)
-    if variant.chunks > 1:
-        return _chunks_differ(adapter, variant)
+    if isinstance(variant, ModeVariant):
+        return variant.differs(adapter)
     return _packed_differ(adapter)
-
-
-def _chunks_differ(adapter: TextAdapter, variant: Variant, *, is_flipped: bool = False) -> float:
-    model, clone = clone_of(adapter, torch.float64)
-    # Documents of a row may not be longer than the limit of its rotary embeddings; rows alone may.
-    batch = narrowed(padded_batch(model, with_images=False), variant.packing and clone.padding_matters_beyond)
-    if is_flipped:
-        clone.padding_predicts_in_chunks = True
-        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
-    if variant.packing:
-        whole = split_step(model, clone, batch, Variant(1, packing=True))
-    else:
-        whole = plain_step(model, batch, clone)
-    return split_step(model, clone, batch, variant).difference(whole)
-
-
-def _padding_predicts(adapter: TextAdapter, variant: Variant) -> bool:
-    """Whether padding on the left of rows predicts the same with chunks as without."""
-    try:
-        return _chunks_differ(adapter, variant, is_flipped=True) <= TOLERANCE
-    except Exception as error:
-        family, reason = adapter.given_config.model_type, one_line(str(error), 300)
-        raise UnsupportedModelError(
-            f"{family}: {SETTING} of rows padded on the left fails on a tiny clone: {reason}; leave {SETTING} out"
-        ) from error
 
 
 def _kernels_differ(adapter: TextAdapter, variant: Variant) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.model.spec import ModelSpec
 
 
@@ -20,7 +23,6 @@ class Variant:
         recompute: "stage", "block" or "none".
         splits_backward: whether the gradients of inputs and of weights are computed apart (I and W).
         packing: whether the rows of a micro-batch are packed into one.
-        chunks: the number of chunks into which rows are cut.
         ranks: the number of ranks among which layers are divided.
         kernels: the device on which layers have liger's kernels; None: they have none.
         generates: whether it generates; it does not train then.
@@ -30,15 +32,30 @@ class Variant:
     recompute: str = "stage"
     splits_backward: bool = False
     packing: bool = False
-    chunks: int = 1
     ranks: int = 1
     kernels: torch.device | None = None
     generates: bool = False
 
 
-def in_chunks(*, packing: bool, recomputes_blocks: bool) -> Variant:
-    """The variant in which rows, which may be packed, are cut into chunks."""
-    return Variant(2, "block" if recomputes_blocks else "stage", packing=packing, chunks=3)
+class ModeVariant(Variant, ABC):
+    """A way of a mode to run the clone, of which it says how it is compared.
+
+    Attributes:
+        keys: of the clone's pipeline, beside those that follow from the variant.
+        setting: the key that asks for it.
+        cause: why a clone may differ, for errors.
+    """
+
+    keys: ClassVar[Mapping[str, Any]]
+    setting: ClassVar[str]
+    cause: ClassVar[str]
+
+    @abstractmethod
+    def differs(self, adapter: TextAdapter) -> float:
+        """How far a step of a tiny clone is from that of the plain clone, of the norm of the gradient."""
+
+    def compared(self, adapter: TextAdapter, what: str) -> None:
+        """Called where the clone does not differ; `what` names the comparison, as for `compared_once`."""
 
 
 class Probe(Protocol):

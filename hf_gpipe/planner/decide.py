@@ -23,7 +23,7 @@ from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure, measure_machines, pairs_to_measure, steady
 from hf_gpipe.planner.machines.network import one_level
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
-from hf_gpipe.planner.of_model import each_chunk, planner_of
+from hf_gpipe.planner.of_model import costs_of_members, planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.report import untried
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
@@ -104,7 +104,7 @@ class Planning:
 
         Args:
             config: the configuration of the pipeline.
-            measured: the costs with the seconds that were measured, of micro-batches or of chunks.
+            measured: the costs with the seconds that were measured, of micro-batches or of members of groups.
             decides: whether equal machines must decide the same: then it uses `device` and links in round numbers.
 
         Raises:
@@ -186,8 +186,8 @@ class Planning:
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
             for cuts in functions_of_modes("search", "cuts"):
-                for chunks in cuts(config, mini_batch.target_tokens):
-                    each_chunk(mini_batch.of_rows(rows), chunks, measure)
+                for groups in cuts(config, mini_batch.target_tokens):
+                    costs_of_members(mini_batch.of_rows(rows), groups, measure)
         return measured
 
 

@@ -34,9 +34,9 @@ class Layout:
     inputs: PlanInputs
     processes: Processes
     sums: StageCosts
-    """The costs for one micro-batch, or for the typical chunk of its rows."""
-    of_chunks: Sequence[StageCosts]
-    """The costs for each chunk."""
+    """The costs for one micro-batch, or for the typical member of its group."""
+    of_members: Sequence[StageCosts]
+    """The costs for each member of a group."""
     stages: Sequence[StageLayers]
     table: Schedule
     library_bytes: Sequence[int]
@@ -87,15 +87,19 @@ class Layout:
 
 
 def table_of(
-    settings: DecidedConfig, inputs: PlanInputs, num_micro_batches: int, chunks: int, sizes: Sequence[int] | None = None
+    settings: DecidedConfig,
+    inputs: PlanInputs,
+    num_micro_batches: int,
+    group_size: int,
+    sizes: Sequence[int] | None = None,
 ) -> Schedule:
     """The table of these settings, whose partition is not read. A window has about `LONGEST_WINDOW` micro-batches.
 
     Args:
         settings: the settings of the pipeline.
         inputs: the planner's inputs, which have the tables that were read from files.
-        num_micro_batches: the number of micro-batches of a step, where each chunk of a row counts.
-        chunks: the number of chunks of each row.
+        num_micro_batches: the number of micro-batches of a step, where each member of a group counts.
+        group_size: the number of members of each group.
         sizes: the size of each stage, by which shared stages are placed; None: stages are equal.
 
     Raises:
@@ -103,7 +107,7 @@ def table_of(
     """
     name, num_stages = settings.schedule, settings.num_stages
     if (given := inputs.tables.get(name)) is not None:
-        asked = num_stages, inputs.accumulation * settings.num_micro_batches * chunks, settings.num_processes
+        asked = num_stages, inputs.accumulation * settings.num_micro_batches * group_size, settings.num_processes
         if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
             raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
         recompute_under(given, settings.recompute)
@@ -119,7 +123,7 @@ def table_of(
     built = build(
         *(name, num_stages, count, placement, recompute.of_table),
         steps=steps,
-        group_size=1 if steps else chunks,
+        group_size=1 if steps else group_size,
         is_checked=False,
     )
     table = with_modes(built, recompute.entries)
@@ -159,14 +163,14 @@ def costs_of_table(layout: Layout) -> Costs:
         seconds_of: Callable[[Seconds, float, float, float], float],
         of_share: Callable[[Share], float] = lambda _: 0.0,
     ) -> list[float | Sequence[float]]:
-        """The seconds of an action for each stage: a value for each chunk in turn, where rows are cut."""
+        """The seconds of an action for each stage: a value for each member of a group in turn."""
         of_stages: list[float | Sequence[float]] = []
         for stage, speed, again in zip(stages, speeds, layout.recompute_shares, strict=True):
             run, more = stage.run, of_share(stage.share)
             values = []
-            for chunk in layout.of_chunks:
-                weights, hidden = chunk.weight_seconds(*run), chunk.hidden_seconds(*run)
-                values.append((seconds_of(chunk.seconds(*run, stage.inner), again, weights, hidden) + more) / speed)
+            for member in layout.of_members:
+                weights, hidden = member.weight_seconds(*run), member.hidden_seconds(*run)
+                values.append((seconds_of(member.seconds(*run, stage.inner), again, weights, hidden) + more) / speed)
             of_stages.append(values if len(values) > 1 else values[0])
         return of_stages
 

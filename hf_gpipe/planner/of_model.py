@@ -16,7 +16,7 @@ from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.registry import functions_of_modes, parts_of_modes
-from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -44,8 +44,8 @@ def planner_of(
             memory of the device is the limit, all processes are as fast, and layers are whole.
         loss: the loss of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-        seconds: gives the traced costs of a micro-batch, or of a chunk, the seconds that were measured; None: seconds
-            are estimated.
+        seconds: gives the traced costs of a micro-batch, or of a member of a group, the seconds that were measured;
+            None: seconds are estimated.
         cluster: the links between the processes.
         beside: a mode and the adapter of its own model, whose seconds are estimated; None: there is no such model.
         tracer: gives the tracer of the layers, which has what it has traced; None: a new one.
@@ -58,12 +58,12 @@ def planner_of(
     mini_batch = inputs.mini_batch(adapter)
     tracer = tracer or cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
 
-    def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
+    def costs_of(rows: int, groups: Groups) -> Sequence[ModelCosts]:
         def with_seconds(workload: Workload) -> ModelCosts:
             costs = tracer().costs(workload)
             return costs if seconds is None else seconds(workload, costs)
 
-        return each_chunk(mini_batch.of_rows(rows), chunks, with_seconds)
+        return costs_of_members(mini_batch.of_rows(rows), groups, with_seconds)
 
     possible = {
         name for of_mode in functions_of_modes("search", "possible") for name in of_mode(adapter, loss, mini_batch)
@@ -92,18 +92,18 @@ def planner_of(
     return planner
 
 
-def each_chunk(
-    workload: Workload, chunks: Chunks, costs_of: Callable[[Workload], ModelCosts]
+def costs_of_members(
+    workload: Workload, groups: Groups, costs_of: Callable[[Workload], ModelCosts]
 ) -> tuple[ModelCosts, ...]:
-    """The costs of each chunk of a micro-batch, or the costs of the micro-batch where it is not cut.
+    """The costs of each member of the group that a micro-batch is cut into, which may be the micro-batch itself.
 
     Args:
         workload: the micro-batch.
-        chunks: how its rows are cut.
-        costs_of: the costs of a micro-batch or a chunk.
+        groups: how it is cut.
+        costs_of: the costs of a member.
     """
-    own = workload.in_chunks(chunks) if chunks.most > 1 else [workload]
-    # A tracer reads off the chunks between these, where all are equally long.
+    own = workload.members(groups) if groups.size > 1 else [workload]
+    # A tracer reads off the members between these, where all are equally long.
     first = [*{0, len(own) - 1, len(own) // 2}]
     costs = {number: costs_of(own[number]) for number in [*first, *range(len(own))]}
     return tuple(costs[number] for number in range(len(own)))

@@ -24,9 +24,9 @@ from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement, Schedule, Timeline, simulate
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.schedule.kinds import KINDS, Held, Resource
 from hf_gpipe.schedule.messages import Link
-from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -235,8 +235,8 @@ class Planner(Processes):
     """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
-        costs_of: rows of a micro-batch and how they are cut -> the costs of the model's layers for each chunk. Rows
-            that are not cut are one chunk. It is asked once for the same numbers.
+        costs_of: rows of a micro-batch and the groups that it is cut into -> the costs of the model's layers for each
+            member of a group. It is asked once for the same numbers.
         inputs: the shape of a mini-batch, the number of mini-batches in a step, and the optimizer. The micro-batches of
             a step run as one table.
         device, memory_bytes, cluster, speeds, division: the arguments of `Processes`.
@@ -246,7 +246,7 @@ class Planner(Processes):
     Attributes:
         possible: the modes that may be chosen for the model, its loss and its rows.
         made_by: the schedule in a configuration for which the planner makes its own table.
-        chunks: how rows are cut into chunks of tokens, at most one chunk for each token.
+        groups: the groups that micro-batches are cut into, at most one member for each token.
         lighter: keys of a recipe that train adapters in place of all weights -> the planner with these keys.
         num_forwards: the number of times that all forwards run before each step.
         of_tokens: rows and their tokens -> the costs of the model's layers, where rows are generated.
@@ -263,7 +263,7 @@ class Planner(Processes):
 
     def __init__(
         self,
-        costs_of: Callable[[int, Chunks], Sequence[ModelCosts]],
+        costs_of: Callable[[int, Groups], Sequence[ModelCosts]],
         inputs: PlanInputs,
         device: Device,
         memory_bytes: MemoryLimit = None,
@@ -277,8 +277,8 @@ class Planner(Processes):
         inputs.check()
         self.inputs = inputs
         self.rows = inputs.mini_batch().rows
-        self.chunks = Chunks()
-        self._sums: dict[tuple[int, Chunks, int], tuple[StageCosts, Sequence[StageCosts]]] = {}
+        self.groups = Groups()
+        self._sums: dict[tuple[int, Groups, int], tuple[StageCosts, Sequence[StageCosts]]] = {}
         self._of_libraries: dict[tuple[Placement, tuple[Link, ...]], Sequence[int]] = {}
 
     def with_rows(self, rows: int) -> Self:
@@ -287,10 +287,10 @@ class Planner(Processes):
         other.rows, other.inputs = rows, replace(self.inputs, example=replace(self.inputs.mini_batch(), rows=rows))
         return other
 
-    def with_chunks(self, chunks: Chunks) -> Self:
-        """Replace the way in which rows are cut into chunks, at most one for each token. The copy shares costs."""
+    def with_groups(self, groups: Groups) -> Self:
+        """Replace the groups that micro-batches are cut into, of at most one member a token. The copy shares costs."""
         other = copy.copy(self)
-        other.chunks = chunks.within(self.inputs.mini_batch().target_tokens)
+        other.groups = groups.within(self.inputs.mini_batch().target_tokens)
         return other
 
     @property
@@ -311,19 +311,19 @@ class Planner(Processes):
         return largest_micro_batch(self.rows, num_micro_batches)
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
-        """The number of micro-batches of a step's table, for mini-batches cut into M. Each chunk of a row counts."""
-        return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks.most
+        """The number of micro-batches of a step's table, for mini-batches cut into M. Each member of a group counts."""
+        return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.groups.size
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
-        """The costs of the layers for one of M micro-batches, or for the typical chunk of its rows."""
+        """The costs of the layers for one of M micro-batches, or for the typical member of its group."""
         return self._all_sums(num_micro_batches)[0].costs
 
-    def chunk_sums(self, num_micro_batches: int) -> Sequence[StageCosts]:
-        """The sums of runs of layers for each chunk of the rows of one of M micro-batches."""
+    def member_sums(self, num_micro_batches: int) -> Sequence[StageCosts]:
+        """The sums of runs of layers for each member of the group of one of M micro-batches."""
         return self._all_sums(num_micro_batches)[1]
 
     def sums(self, settings: DecidedConfig) -> StageCosts:
-        """The sums of runs of layers for a micro-batch of a configuration, or for the typical chunk of its rows. The
+        """The sums of runs of layers for a micro-batch of a configuration, or for the typical member of its group. The
         partition is not read."""
         return self._sums_of(settings)[0]
 
@@ -333,15 +333,15 @@ class Planner(Processes):
         return self._all_sums(settings.num_micro_batches, settings.num_stages if is_shared else 0)
 
     def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[StageCosts, Sequence[StageCosts]]:
-        """The sums of the typical chunk, and the sums of each chunk; stages may share the last layer."""
-        size = self.micro_batch_rows(num_micro_batches), self.chunks
+        """The sums of the typical member of a group, and the sums of each member; stages may share the last layer."""
+        size = self.micro_batch_rows(num_micro_batches), self.groups
         key = *size, num_parts
         if key not in self._sums:
             # The other layers cost the same.
             known = self._all_sums(num_micro_batches)[1] if num_parts else None
-            of_chunks = self._costs_of(*size) if known is None else [own.costs for own in known]
-            each = [StageCosts(costs, self.device, self.link, num_parts) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else StageCosts(typical(of_chunks), self.device, self.link, num_parts)
+            of_members = self._costs_of(*size) if known is None else [own.costs for own in known]
+            each = [StageCosts(costs, self.device, self.link, num_parts) for costs in of_members]
+            whole = each[0] if len(each) == 1 else StageCosts(typical(of_members), self.device, self.link, num_parts)
             self._sums[key] = whole, each
         return self._sums[key]
 
@@ -358,13 +358,13 @@ class Planner(Processes):
     def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
         """The table that a pipeline with these settings runs; arguments and errors are those of `table_of`."""
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
-        table = table_of(settings, self.inputs, num_micro_batches, self.chunks.most, sizes)
+        table = table_of(settings, self.inputs, num_micro_batches, self.groups.size, sizes)
         self.check_processes(table.placement)
         return table
 
     def layout(self, settings: DecidedConfig, table: Schedule | None = None) -> Layout:
         """The layout of these settings with a table; None: the table that the settings run. Raises as `table`."""
-        sums, of_chunks = self._sums_of(settings)
+        sums, of_members = self._sums_of(settings)
         stages = self._stage_layers(settings)
         if table is None:
             table = self.table(settings, [sums.owned(*stage.run).count for stage in stages])
@@ -372,7 +372,7 @@ class Planner(Processes):
         key = table.placement, links
         if key not in self._of_libraries:
             self._of_libraries[key] = library_bytes(self, *key)
-        return Layout(settings, self.inputs, self, sums, of_chunks, stages, table, self._of_libraries[key])
+        return Layout(settings, self.inputs, self, sums, of_members, stages, table, self._of_libraries[key])
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -385,7 +385,7 @@ class Planner(Processes):
                 f"{settings.division.text} in the settings, and {self.division.text} for the planner, which has the "
                 "costs of layers that are divided so; make another planner"
             )
-        if self.chunks != (other := self.with_chunks(settings.chunks.decided)).chunks:
+        if self.groups != (other := self.with_groups(settings.groups)).groups:
             return other.plan(settings)
         costs = self.costs(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)

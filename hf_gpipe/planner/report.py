@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -23,7 +23,7 @@ from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.search_all import SearchResult, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.registry import functions_of_modes
-from hf_gpipe.schedule import is_table_file
+from hf_gpipe.schedule import groups, is_table_file
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -140,7 +140,7 @@ def _columns(plan: Plan) -> str:
 def _mini_batch(plan: Plan) -> str:
     workload, table = plan.costs.workload, plan.timeline.schedule
     size = table.group_size
-    cut = f", cut into {size} chunks of at most {-(-workload.target_tokens // size)} tokens" if size > 1 else ""
+    cut = f", {groups.cut_in_words(size, workload.target_tokens)}" if size > 1 else ""
     longest = f"; rows are counted at {_columns(plan)} tokens, the longest" if workload.has_padding else ""
     return (
         f"{rows_text(plan)}, as {table.num_micro_batches // (table.num_steps * size)} micro-batches of at most "
@@ -346,7 +346,12 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
     always, own = (*settings.in_short, "partition", "num_processes", "zero"), recipe.values()
     plain = {name for name, key in keys_of(PipelineConfig).items() if values.get(name) == key.default == own[name]}
     shown = {name: value for name, value in values.items() if name in always or name not in plain}
-    return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
+    return keys_text(shown)
+
+
+def keys_text(keys: Mapping[str, Any]) -> str:
+    """Keys of `pipeline` with their values, for a command line."""
+    return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in keys.items())
 
 
 def _argument(value: Any) -> str:
@@ -362,7 +367,8 @@ def _argument(value: Any) -> str:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for a JSON file: bytes, seconds, numbers and names."""
-    chunks = plan.costs.workload.chunks
+    shape = asdict(plan.costs.workload)
+    members = groups.as_dict(shape.pop("groups"), shape.pop("member"))
     of_stage = ("process", "first_layer", "last_layer", "num_parameters", "recompute", "busy_seconds")
     return {
         "settings": plan.settings.of_plan | plan.planner.inputs.of_optimizer,
@@ -370,7 +376,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "memory_limit_bytes": plan.planner.memory_bytes,
         "num_parameters": plan.costs.total.count,
         "rows": plan.planner.rows,
-        "micro_batch": asdict(plan.costs.workload) | {"chunks": chunks.most, "taper": chunks.taper},
+        "micro_batch": shape | members,
         "is_measured": plan.costs.is_measured,
         "step_seconds": plan.step_seconds,
         "before_seconds": plan.before._asdict(),

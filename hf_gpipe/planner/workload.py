@@ -22,7 +22,7 @@ from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -55,8 +55,8 @@ class Workload:
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
         is_packed: whether the rows are packed, without padding: the numbers of tokens are then rounded mean lengths.
         longest_source, longest_target: the tokens of the longest packed row; 0 without packing.
-        chunks: how its rows are cut.
-        chunk: the number of the chunk that is run, where there are several.
+        groups: the groups that micro-batches are cut into.
+        member: the number of the member of a group that is run.
         entries: the entries of a mini-batch of a model that reads no tokens: name, shape of a row, and type. Each row
             then counts as one token.
         row_images: the images that each row has; None: the rows are text alone.
@@ -72,8 +72,8 @@ class Workload:
     is_packed: bool = False
     longest_source: int = 0
     longest_target: int = 0
-    chunks: Chunks = Chunks()
-    chunk: int = 0
+    groups: Groups = Groups()
+    member: int = 0
     entries: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     row_images: RowImages | None = None
 
@@ -145,16 +145,16 @@ class Workload:
         source, target = (min(length, adapter.num_positions.get(stack, length)) for stack, length in stacks)
         return replace(self, source_tokens=source, target_tokens=target)
 
-    def in_chunks(self, chunks: Chunks) -> Sequence[Workload]:
-        """The workload of each chunk of the rows, which have at least one token in each chunk."""
-        chunks = chunks.within(self.target_tokens)
-        return [replace(self, chunks=chunks, chunk=number) for number in range(chunks.most)]
+    def members(self, groups: Groups) -> Sequence[Workload]:
+        """The workload of each member of a group, which has at least one token of each row."""
+        groups = groups.within(self.target_tokens)
+        return [replace(self, groups=groups, member=number) for number in range(groups.size)]
 
     def micro_batch(self, adapter: Adapter) -> MicroBatch:
-        """A micro-batch of this shape, or its chunk, with one arbitrary token everywhere."""
+        """A micro-batch of this shape, or the member of its group, with one arbitrary token everywhere."""
         whole = MicroBatch.alone(self.inputs(adapter))
-        (in_chunks,) = functions_of_modes("cutting", "in_chunks")
-        return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks.most > 1 else whole
+        (members,) = functions_of_modes("cutting", "members")
+        return members(whole, self.groups, adapter)[self.member] if self.groups.size > 1 else whole
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token.

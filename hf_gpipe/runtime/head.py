@@ -1,13 +1,13 @@
 """The loss of deferred logits: projection, loss and their gradients, some positions at a time, all of it in backward.
 
 Logits (B, T, V) and their gradient would be the largest tensors of the last stage. Here forward computes nothing of
-the head. Backward computes the logits of a chunk of positions, turns them into their gradient in place, adds the
-chunk's part to the gradients of the projection and of the hidden states, and uses the same memory for the next chunk.
+the head. Backward computes the logits of a slice of positions, turns them into their gradient in place, adds the
+slice's part to the gradients of the projection and of the hidden states, and uses the same memory for the next slice.
 So a micro-batch keeps only its hidden states between F and B, a recomputation does not run the head again, and F of a
 recomputed stage does not run it at all. The value of the loss is known only after backward.
 
 A loss of rows (`Reads.ROWS`) needs the losses of all tokens before the gradient of any token, so backward goes over the
-chunks twice. A loss that reads only hidden states needs no logits, and backward skips the chunks.
+slices twice. A loss that reads only hidden states needs no logits, and backward skips the slices.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hf_gpipe.adapters.modules.weight_gradients import Product
 from hf_gpipe.libraries.torch import accumulation_hooks, gradient_hooks
 from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
 
-#: The smallest number of logits in a chunk: with fewer, the matrix products would be slow.
-CHUNK_LOGITS = 1 << 23
+#: The smallest number of logits in a slice: with fewer, the matrix products would be slow.
+SLICE_LOGITS = 1 << 23
 
 
-def chunk_positions(width: int, vocabulary: int) -> int:
-    """The number of positions in a chunk.
+def slice_positions(width: int, vocabulary: int) -> int:
+    """The number of positions in a slice.
 
-    The weight's gradient is read and written once for each chunk. With half as many positions as the width D, that
-    takes little time beside the arithmetic, and the chunk's logits take half the memory of the weight.
+    The weight's gradient is read and written once for each slice. With half as many positions as the width D, that
+    takes little time beside the arithmetic, and the slice's logits take half the memory of the weight.
     """
-    return max(width // 2, CHUNK_LOGITS // vocabulary, 1)
+    return max(width // 2, SLICE_LOGITS // vocabulary, 1)
 
 
 def deferred_loss(
@@ -57,19 +57,19 @@ def deferred_loss(
         loss: the loss of the micro-batch, which does not read whole logits.
         read: the loss's other inputs, apart from the losses of tokens.
         added: (), an auxiliary loss that is added; None: there is none.
-        positions: the number of positions in a chunk. None: `chunk_positions` gives it.
+        positions: the number of positions in a slice. None: `slice_positions` gives it.
     """
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
-    chunks = _Chunks(deferred, targets, loss, read, positions)
+    slices = _Slices(deferred, targets, loss, read, positions)
     tensors = (hidden, linear.weight, linear.bias, read.hidden, added)
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        value = chunks.first_value(added)
+        value = slices.first_value(added)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                chunks.run(hidden, linear.weight, linear.bias, torch.ones_like(value), (False,) * 4, value)
+                slices.run(hidden, linear.weight, linear.bias, torch.ones_like(value), (False,) * 4, value)
         return value
-    loss_value: torch.Tensor = _DeferredLoss.apply(*tensors, chunks)
+    loss_value: torch.Tensor = _DeferredLoss.apply(*tensors, slices)
     return loss_value
 
 
@@ -81,8 +81,8 @@ def deferred_token_losses(
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
     # One after the other: evaluation has a second loss only where labels are smoothed.
-    chunks = [_Chunks(deferred, targets, loss, read) for loss in losses]
-    return [chunk.token_losses(hidden, linear.weight, linear.bias) for chunk in chunks]
+    slices = [_Slices(deferred, targets, loss, read) for loss in losses]
+    return [own.token_losses(hidden, linear.weight, linear.bias) for own in slices]
 
 
 class _DeferredLoss(torch.autograd.Function):
@@ -96,24 +96,24 @@ class _DeferredLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         read_hidden: torch.Tensor | None,
         added: torch.Tensor | None,
-        chunks: _Chunks,
+        slices: _Slices,
     ) -> torch.Tensor:
-        value = chunks.first_value(added)
+        value = slices.first_value(added)
         ctx.save_for_backward(hidden, bias)
         # Hooks on saved tensors, such as save_on_cpu, give back a copy, and the gradient belongs to the parameter.
-        ctx.weight, ctx.chunks, ctx.value = weight, chunks, value.detach()
+        ctx.weight, ctx.slices, ctx.value = weight, slices, value.detach()
         return value
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        gradients = ctx.chunks.run(hidden, ctx.weight, bias, outer, wanted[:4], ctx.value)
+        gradients = ctx.slices.run(hidden, ctx.weight, bias, outer, wanted[:4], ctx.value)
         return (*gradients, outer if wanted[4] else None, None)
 
 
-class _Chunks:
-    """The inputs of `deferred_loss` that have no gradient, and the loop over chunks."""
+class _Slices:
+    """The inputs of `deferred_loss` that have no gradient, and the loop over slices."""
 
     def __init__(
         self,
@@ -132,9 +132,9 @@ class _Chunks:
         self._read = read
         self._teacher = read.teacher if Reads.TEACHER in loss.reads else None
         self._part = deferred.vocabulary
-        # The same on every rank, because ranks exchange messages for every chunk.
+        # The same on every rank, because ranks exchange messages for every slice.
         columns = linear.out_features if self._part is None else self._part.longest
-        self._positions = positions or chunk_positions(linear.in_features, columns)
+        self._positions = positions or slice_positions(linear.in_features, columns)
 
     def first_value(self, added: torch.Tensor | None) -> torch.Tensor:
         """A new scalar in the dtype of the loss, with the value of `added`, to which the loss is then added."""
@@ -158,7 +158,7 @@ class _Chunks:
     def _projected(
         self, hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield the positions of each chunk, and the projection's input and output, whose memory the next chunk takes.
+        """Yield the positions of each slice, and the projection's input and output, whose memory the next slice takes.
 
         Args:
             hidden: (N, D).

@@ -8,6 +8,7 @@ ones. A table says how many micro-batches each group has; without groups this is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
 
@@ -17,9 +18,30 @@ KEY = "chunks"
 MEMBERS = "chunks of a row"
 
 
+class Groups(NamedTuple):
+    """How micro-batches are cut into groups: into at most so many members, and how much shorter later ones are."""
+
+    size: int = 1
+    taper: float = 0.0
+
+    def within(self, tokens: int) -> Groups:
+        """The groups of rows of so many tokens: a member has at least one token."""
+        return self._replace(size=min(self.size, tokens))
+
+
 def in_words(size: int) -> str:
     """A group of this size."""
     return "one micro-batch" if size == 1 else f"a row of {size} {KEY}"
+
+
+def cut_in_words(size: int, tokens: int) -> str:
+    """What groups of this size are for rows of so many tokens."""
+    return f"cut into {size} {KEY} of at most {-(-tokens // size)} tokens"
+
+
+def as_dict(groups: Groups, member: int) -> dict[str, float]:
+    """Groups, and the number of one of their members, for a JSON file."""
+    return {KEY: groups.size, "taper": groups.taper, "chunk": member}
 
 
 def check_size(size: int) -> None:

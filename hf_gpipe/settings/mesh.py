@@ -21,7 +21,6 @@ from hf_gpipe.schedule import (
     window_schedules,
 )
 from hf_gpipe.schedule.actions import parse_number
-from hf_gpipe.settings.chunks import RowChunks
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import AUTO, NOT_GIVEN, Auto, Listed, NotGiven
 from hf_gpipe.settings.schedules import SharedUpdates
@@ -97,8 +96,6 @@ class MeshConfig(Settings):
     num_processes: Count | None = None
     """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
     each of `devices`; with `replicas` or `num_stages` auto one per GPU."""
-
-    chunks: RowChunks = RowChunks()
 
     def check_mesh(self) -> None:
         """Raise UserError where stages, replicas, placement and processes do not fit each other."""

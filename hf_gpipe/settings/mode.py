@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, create_model
 
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.schedule import Schedule
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.section import Settings, keys_of
 
 T = TypeVar("T")
@@ -54,6 +55,9 @@ class Mode(Settings):
     #: Whether each stage has a part of the last layer.
     shares_last_layer: ClassVar[bool] = False
 
+    #: Whether it cuts the rows of micro-batches into groups.
+    cuts_rows: ClassVar[bool] = False
+
     #: The schedules that turn it on.
     schedules: ClassVar[tuple[str, ...]] = ()
 
@@ -61,6 +65,16 @@ class Mode(Settings):
     def setting(cls) -> str:
         """The words that turn it on, for a page: its first key, or schedules."""
         return next(iter(keys_of(cls)), f"schedule: {', '.join(cls.schedules)}")
+
+    @property
+    def groups(self) -> Groups:
+        """The groups that it cuts micro-batches into, where that is not left to the planner."""
+        return Groups()
+
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """Its keys that the planner decides although they are not "auto"."""
+        return ()
 
     def is_on(self, keys: Keys) -> bool:
         """Whether a configuration of these keys uses it, or may do so."""

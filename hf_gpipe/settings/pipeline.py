@@ -17,7 +17,7 @@ from hf_gpipe.schedule import (
     replicas_of,
     training_schedules,
 )
-from hf_gpipe.settings.chunks import DecidedRowChunks, RowChunks
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.mesh import (
     MeshConfig,
     Recomputation,
@@ -163,14 +163,23 @@ class PipelineConfig(_WithModes):
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether rows are cut into chunks, or may be."""
-        return self.chunks.is_on(self.values())
+        """Whether rows are cut into groups of micro-batches, or may be."""
+        return self._has_mode("cuts_rows")
+
+    @property
+    def groups(self) -> Groups:
+        """The groups that micro-batches are cut into, where that is not left to the planner."""
+        return max(mode.groups for mode in self.modes.values())
 
     @property
     def shares_last_layer(self) -> bool:
         """Whether each stage has a part of the last layer."""
+        return self._has_mode("shares_last_layer")
+
+    def _has_mode(self, trait: str) -> bool:
+        """Whether a mode with a trait is on, or may be."""
         keys = self.values()
-        return any(mode.shares_last_layer and mode.is_on(keys) for mode in self.modes.values())
+        return any(getattr(mode, trait) and mode.is_on(keys) for mode in self.modes.values())
 
     @property
     def modes(self) -> dict[str, Mode]:
@@ -242,10 +251,9 @@ class PipelineConfig(_WithModes):
 
     @property
     def left_open(self) -> list[str]:
-        """The names of the keys whose value the planner chooses, by "auto" or by the length of a chunk."""
-        values = self.values()
-        by_length = {"sequence_chunks"} if self.chunks.most_tokens is not None else ()
-        return [name for name in _may_be_auto() if values[name] == AUTO or name in by_length]
+        """The names of the keys whose value the planner chooses."""
+        values, of_modes = self.values(), [name for mode in self.modes.values() for name in mode.left_open]
+        return [name for name in _may_be_auto() if values[name] == AUTO or name in of_modes]
 
     @property
     def is_decided(self) -> bool:
@@ -254,9 +262,9 @@ class PipelineConfig(_WithModes):
 
     def with_auto(self, num_processes: int) -> PipelineConfig:
         """A copy that leaves all to the planner but how rows are cut, and what processes have and share."""
-        names = [name for name in _may_be_auto() if name not in keys_of(RowChunks)]
-        values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
-        return PipelineConfig(**{**self.values(), **values})
+        kept = [name for mode in self.modes.values() if mode.cuts_rows for name in keys_of(type(mode))]
+        values = dict.fromkeys((name for name in _may_be_auto() if name not in kept), AUTO)
+        return PipelineConfig(**{**self.values(), **values, "placement": None, "num_processes": num_processes})
 
     def on_mesh(self, num_stages: int, replicas: int | tuple[int, ...], **values: Any) -> Self:
         """A copy with a mesh and other values. Without replicas nothing shares an update, so `zero` is 0."""
@@ -323,10 +331,10 @@ class PipelineConfig(_WithModes):
             return None
         self = self.with_defaults(can_plan=False)
         num_stages, replicas = self.mesh
-        step, chunks = self.num_micro_batches, int(self.chunks.sequence_chunks)
+        step, group_size = self.num_micro_batches, self.groups.size
         if isinstance(step, int):
-            step *= accumulation * chunks
-        table = read_table(self.schedule, num_stages, step, num_processes, replicas, chunks)
+            step *= accumulation * group_size
+        table = read_table(self.schedule, num_stages, step, num_processes, replicas, group_size)
         recompute_under(table, self.recompute)
         for mode in self.modes.values():
             mode.check_table(table)
@@ -349,7 +357,6 @@ class DecidedConfig(_WithDecidedModes):
     partition: Annotated[tuple[Count, ...], Listed]
     replicas: Annotated[Count | tuple[Count, ...], Listed] = 1
     num_processes: Count
-    chunks: DecidedRowChunks = DecidedRowChunks()
 
     @property
     def in_short(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hf_gpipe.recipe import Recipe
 from hf_gpipe.settings.losses import DistillationOptions
 from hf_gpipe.settings.section import check_value, keys_of, values_in
 
-#: Into how many parts the positions of a chunk are cut.
+#: Into how many parts the positions of a slice are cut.
 _BLOCKS = 16
 
 
@@ -86,7 +86,7 @@ class DistillationLoss(TokenLoss):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         gradient = logits if overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         losses = logits.new_empty(len(logits), dtype=dtype)
-        # A few positions at a time: what is made of their logits on the way takes less memory than a chunk.
+        # A few positions at a time: what is made of their logits on the way takes less memory than a slice.
         size = -(-len(logits) // _BLOCKS)
         for start in range(0, len(logits), size):
             rows = slice(start, start + size)

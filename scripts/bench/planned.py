@@ -25,12 +25,12 @@ from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.planner.of_model import each_chunk, planner_of
+from hf_gpipe.planner.of_model import costs_of_members, planner_of
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import LONGEST_WINDOW, has_windows
-from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import DecidedConfig
 from hf_gpipe.tasks.dpo import PreferenceLoss
@@ -177,16 +177,16 @@ def profile(case: Case) -> Sequence[ModelCosts]:
         ranks=ranks_of_workers(World.of_job(), Division(case.num_ranks)),
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
-    return each_chunk(case.workload, Chunks(case.sequence_chunks), measured)
+    return costs_of_members(case.workload, Groups(case.sequence_chunks), measured)
 
 
 def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device, **options: Any) -> Plan:
     """The plan of a case by what each process has measured, if it has; `options` are the planner's."""
-    of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
+    of_members = [mean_costs(same) for same in zip(*measured, strict=True)]
 
     def seconds(workload: Workload, costs: ModelCosts) -> ModelCosts:
-        is_known = of_chunks and workload.rows == case.workload.rows
-        return of_chunks[workload.chunk] if is_known else costs
+        is_known = of_members and workload.rows == case.workload.rows
+        return of_members[workload.member] if is_known else costs
 
     planner = planner_of(
         *(case.adapter(), case.inputs, device, case.settings),

@@ -353,5 +353,5 @@ def _table_of_keys(keys: dict[str, Any]) -> Schedule:
     settings = PipelineConfig(**own).decided(partition=[1] * own["num_stages"])
     if has_teacher:
         settings.check_beside("teacher")
-    count, chunks = settings.num_micro_batches, settings.chunks.decided.most
+    count, chunks = settings.num_micro_batches, settings.groups.size
     return table_of(settings, PlanInputs(needs_norm=False), count * chunks, chunks)

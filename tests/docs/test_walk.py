@@ -43,7 +43,7 @@ def noting(function: Callable[..., Any], stacks: list[list[str]]) -> Callable[..
 def test_the_walk_of_a_mini_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[list[str]] = []
     losses: list[list[str]] = []
-    monkeypatch.setattr(head, "chunk_positions", noting(head.chunk_positions, losses))
+    monkeypatch.setattr(head, "slice_positions", noting(head.slice_positions, losses))
     made = trainer(tmp_path, family="llama", max_steps=1)
     block = next(module for module in made.pipe.models[0].model.modules() if isinstance(module, LlamaDecoderLayer))
     block.register_forward_pre_hook(noting(lambda *_: None, blocks))

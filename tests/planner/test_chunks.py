@@ -17,14 +17,14 @@ from hf_gpipe.modes.chunks.search import cuts, taper_of
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
 from hf_gpipe.planner.costs.stage_costs import StageCosts
-from hf_gpipe.planner.of_model import each_chunk, planner_of
+from hf_gpipe.planner.of_model import costs_of_members, planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import Costs, build, simulate
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
-from hf_gpipe.settings.chunks import Chunks
 from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.oracle import tiny_config
 from tests.planner.models import DEVICE, blocks
@@ -45,7 +45,7 @@ def long_llama() -> Any:
 def test_the_arithmetic_of_whole_rows() -> None:
     """All products are those of the row, on a GPU half of the attention: kernels leave out what the mask hides."""
     tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, TOKENS, TOKENS, has_padding=False)
-    whole, chunks = tracer.costs(row), each_chunk(row, Chunks(8), tracer.costs)
+    whole, chunks = tracer.costs(row), costs_of_members(row, Groups(8), tracer.costs)
     attention = 4 * TOKENS**2 * 4 * tracer.run.adapter.config.head_dim
     padded = tracer.costs(Workload(2, TOKENS, TOKENS))
     for index, layer in enumerate(whole.layers):
@@ -60,9 +60,9 @@ def test_the_arithmetic_of_whole_rows() -> None:
 def test_chunks_between_those_that_were_traced() -> None:
     """They are read off, and are what a tracer finds that has traced no other."""
     row = Workload(1, TOKENS, TOKENS, has_padding=False)
-    found = each_chunk(row, Chunks(8), LayerTracer(long_llama()).costs)
+    found = costs_of_members(row, Groups(8), LayerTracer(long_llama()).costs)
     for number in (3, 7):
-        assert found[number] == LayerTracer(long_llama()).costs(row.in_chunks(Chunks(8))[number])
+        assert found[number] == LayerTracer(long_llama()).costs(row.members(Groups(8))[number])
 
 
 def test_with_its_taper_every_chunk_takes_as_long() -> None:
@@ -70,7 +70,7 @@ def test_with_its_taper_every_chunk_takes_as_long() -> None:
     tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, 2048, 2048, has_padding=False)
 
     def of_chunks(taper: float) -> list[StageCosts]:
-        return [StageCosts(costs, DEVICE) for costs in each_chunk(row, Chunks(4, taper), tracer.costs)]
+        return [StageCosts(costs, DEVICE) for costs in costs_of_members(row, Groups(4, taper), tracer.costs)]
 
     equal = of_chunks(0.0)
     taper = taper_of(equal)
@@ -99,7 +99,7 @@ def test_later_chunks_are_shorter_where_memory_allows() -> None:
 def test_keys_and_values_are_of_the_row_and_graphs_of_a_chunk(as_on_gpu: bool) -> None:
     adapter = long_llama()
     tracer, row = LayerTracer(adapter, as_on_gpu=as_on_gpu), Workload(1, TOKENS, TOKENS, has_padding=False)
-    whole, chunks = tracer.costs(row), each_chunk(row, Chunks(4), tracer.costs)
+    whole, chunks = tracer.costs(row), costs_of_members(row, Groups(4), tracer.costs)
     config, block = adapter.config, 1
     width = config.head_dim * config.num_key_value_heads
     for costs in chunks:
@@ -135,11 +135,11 @@ def test_what_is_held_of_a_row() -> None:
 def planner(rows: int, tokens: int, call_seconds: float = 0.0) -> Planner:
     """Of four blocks whose forward takes as many seconds as a chunk has tokens."""
 
-    def costs_of(count: int, chunks: Chunks) -> list[ModelCosts]:
-        one = blocks(4, boundary=0, saved=count * tokens // chunks.most)
-        took = Seconds(*(count * tokens / chunks.most * factor + call_seconds for factor in (1, 1, 2)))
+    def costs_of(count: int, groups: Groups) -> list[ModelCosts]:
+        one = blocks(4, boundary=0, saved=count * tokens // groups.size)
+        took = Seconds(*(count * tokens / groups.size * factor + call_seconds for factor in (1, 1, 2)))
         layers = tuple(replace(layer, seconds=took) for layer in one.layers)
-        return [replace(one, layers=layers)] * chunks.most
+        return [replace(one, layers=layers)] * groups.size
 
     return Planner(costs_of, PlanInputs(Workload(rows, tokens, tokens), "sgd"), DEVICE)
 
@@ -159,14 +159,14 @@ def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
     [(3, 100, [3]), ("auto", 100, [1]), ("auto", 1024, [1, 2, 4]), ("1000 tokens", 4096, [5])],
 )
 def test_the_numbers_of_chunks_that_are_tried(given: Any, tokens: int, counts: list[int]) -> None:
-    assert [way.most for way in cuts(PipelineConfig(2, sequence_chunks=given), tokens)] == counts
+    assert [way.size for way in cuts(PipelineConfig(2, sequence_chunks=given), tokens)] == counts
 
 
 def test_rows_that_are_not_cut_have_no_taper() -> None:
     """So measured costs of whole rows are found, whatever taper is asked for."""
     config = PipelineConfig(2, sequence_chunks="auto", chunk_taper=2.0)
-    assert cuts(config, 512) == [Chunks(1, 0.0), Chunks(2, 2.0)]
-    assert cuts(config.replace(chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
+    assert cuts(config, 512) == [Groups(1, 0.0), Groups(2, 2.0)]
+    assert cuts(config.replace(chunk_taper="auto"), 512) == [Groups(1, 0.0), Groups(2, 0.0)]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import head
-from hf_gpipe.runtime.head import chunk_positions, deferred_loss
+from hf_gpipe.runtime.head import deferred_loss, slice_positions
 from hf_gpipe.tasks.distil import DistillationLoss
 from hf_gpipe.tasks.grpo.loss import TemperedLoss
 from tests.oracle import (
@@ -94,7 +94,7 @@ def test_families_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model.final_logits_bias.normal_()
     batch = padded_batch(config)
     expected = run_plain(model, batch, 2)
-    monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 7)
+    monkeypatch.setattr(head, "slice_positions", lambda width, vocabulary: 7)
     recompute = "stage" if "tied" in name else "none"
     pipe = Pipeline(model, 2, 2, recompute=recompute, label_smoothing=0.0)
     assert pipe.adapter.projection.names == ("lm_head",)
@@ -126,7 +126,7 @@ def test_smoothing_and_clipping_of_capped_logits(monkeypatch: pytest.MonkeyPatch
     bound = float(logits.detach().abs().median())
     loss = F.cross_entropy(logits.clamp(-bound, bound), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
     loss.backward()
-    monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 5)
+    monkeypatch.setattr(head, "slice_positions", lambda width, vocabulary: 5)
     pipe = Pipeline(model, 2, 3, label_smoothing=0.1, logit_clipping=bound)
     found = run_pipeline(pipe, batch)
     assert found.loss == pytest.approx(loss.item(), rel=1e-8)
@@ -339,7 +339,7 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
         stage = StageTracer(adapter, range(last, last + 1), ModelLayers(adapter).wants_gradient)
         found = stage.trace(workload.micro_batch(adapter))
         positions = 4 * 128
-        logits, chunk = positions * vocabulary * 4, chunk_positions(16, vocabulary) * vocabulary * 4
+        logits, chunk = positions * vocabulary * 4, slice_positions(16, vocabulary) * vocabulary * 4
         assert chunk == logits // 8
         assert found.saves_hidden
         assert found.saved < positions * 8 + 100, "the targets"

@@ -23,9 +23,10 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.libraries.transformers import attention_implementation, cache_argument
 from hf_gpipe.modes.chunks.cache import RowCache
+from hf_gpipe.modes.chunks.key import SETTING
 from hf_gpipe.runtime.cutting import check_text_alone
 from hf_gpipe.runtime.micro_batch import Batch, MicroBatch, SharedStates
-from hf_gpipe.settings.chunks import SETTING, Chunks
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.pipeline import DecidedConfig
 
 Inputs = Mapping[str, torch.Tensor]
@@ -67,11 +68,11 @@ class Chunk(MicroBatch):
 class ChunkCutter:
     """Cuts rows into chunks (`hf_gpipe.runtime.cutting.Cutter`). Rows with fewer tokens than chunks have fewer."""
 
-    chunks: Chunks
+    groups: Groups
 
     @property
     def most(self) -> int:
-        return self.chunks.most
+        return self.groups.size
 
     def check(self, adapter: Adapter, batch: Batch, *, packing: bool) -> None:
         if packing:
@@ -80,23 +81,23 @@ class ChunkCutter:
             check_text_alone(adapter, batch, SETTING)
 
     def cut(self, micro_batches: Sequence[MicroBatch], adapter: Adapter) -> Sequence[MicroBatch]:
-        chunks = self.chunks.within(min(adapter.main_input(whole.inputs).shape[1] for whole in micro_batches))
-        if chunks.most == 1:
+        groups = self.groups.within(min(adapter.main_input(whole.inputs).shape[1] for whole in micro_batches))
+        if groups.size == 1:
             return micro_batches
-        own = (chunk for whole in micro_batches for chunk in in_chunks(whole, chunks, adapter))
+        own = (chunk for whole in micro_batches for chunk in members(whole, groups, adapter))
         return [replace(chunk, index=number) for number, chunk in enumerate(own, micro_batches[0].index)]
 
 
 def cutter(config: DecidedConfig) -> ChunkCutter | None:
     """The cutter of rows into chunks, by a decided configuration; None: rows are whole."""
-    return ChunkCutter(config.chunks.decided) if config.chunks.decided.most > 1 else None
+    return ChunkCutter(config.chunks.groups) if config.chunks.groups.size > 1 else None
 
 
-def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[Chunk]:
+def members(whole: MicroBatch, groups: Groups, adapter: Adapter) -> list[Chunk]:
     """The chunks of a micro-batch, with its index. A chunk's seed also depends on its own number."""
     length = adapter.main_input(whole.inputs).shape[1]
     same = {own.name: getattr(whole, own.name) for own in fields(MicroBatch) if own.init}
-    of_all = replace(Chunk(**same), group_size=chunks.most, sequence=whole.index, length=length)
+    of_all = replace(Chunk(**same), group_size=groups.size, sequence=whole.index, length=length)
     return [
         replace(
             of_all,
@@ -105,7 +106,7 @@ def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[Chunk
             rows=whole.rows._replace(start=whole.rows.start + start),
             start=start,
         )
-        for number, (start, part) in enumerate(cut(whole.inputs, chunks, adapter))
+        for number, (start, part) in enumerate(cut(whole.inputs, groups, adapter))
     ]
 
 
@@ -143,7 +144,7 @@ def borders_of(length: int, count: int, taper: float) -> list[int]:
     return [*borders, length]
 
 
-def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
+def cut(inputs: Inputs, groups: Groups, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
     """Cut prepared inputs on the CPU; returns the position of each chunk's first token, and the chunk's inputs.
 
     A chunk has the targets of its own tokens, as `shift_labels`, and the attention mask of all tokens up to its last
@@ -168,11 +169,11 @@ def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dic
             f"({SETTING}), leave position_ids out, or use shorter rows"
         )
     mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
-    if not adapter.padding_predicts_in_chunks:
+    if not adapter.padding_predicts_in_groups:
         _check_padding(mask, of_tokens["shift_labels"])
     documents = getattr(mask, "documents", None)
     parts = []
-    for start, stop in pairwise(borders_of(ids.shape[1], *chunks)):
+    for start, stop in pairwise(borders_of(ids.shape[1], *groups)):
         own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
         of_chunk = None if documents is None else documents.of_tokens(start, stop)
         parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))

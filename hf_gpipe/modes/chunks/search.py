@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from hf_gpipe.modes.chunks.key import CHUNK_UNIT, SETTING, keys_of_groups
 from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.mode import AUTO
-from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 
 #: The most chunks and the fewest tokens of a chunk where "auto" cuts rows, into powers of two: shorter products waste
 #: a device.
 MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
+
+#: Tokens of a chunk, where `hf-gpipe plan --longest` looks for longer rows.
+LONG_CHUNK = 2048
+
+
+def longer_rows(config: DecidedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the keys with which rows that are whole are cut, so that longer ones fit."""
+    if not config.cuts_rows:
+        yield "in chunks", {SETTING: f"{LONG_CHUNK}{CHUNK_UNIT}", "schedule": "1f1b", "recompute": "stage"}
 
 
 def ways(planner: Planner, config: PipelineConfig) -> Iterator[tuple[Planner, PipelineConfig]]:
     """Yield the configuration with its chunks decided, and the planner for them."""
     for cut in cuts(config, planner.inputs.mini_batch().target_tokens):
         tapers = [cut.taper]
-        if config.chunks.chunk_taper == AUTO and cut.most > 1:
+        if config.chunks.chunk_taper == AUTO and cut.size > 1:
             # The taper is for the longest rows, whatever M is.
-            equal = planner.with_chunks(cut._replace(taper=0.0))
-            tapers = sorted({cut.taper, taper_of(equal.chunk_sums(planner.rows))})
-        for chunks in (cut._replace(taper=taper) for taper in tapers):
-            yield planner.with_chunks(chunks), config.replace(**chunks.keys)
+            equal = planner.with_groups(cut._replace(taper=0.0))
+            tapers = sorted({cut.taper, taper_of(equal.member_sums(planner.rows))})
+        for groups in (cut._replace(taper=taper) for taper in tapers):
+            yield planner.with_groups(groups), config.replace(**keys_of_groups(groups))
 
 
-def cuts(config: PipelineConfig, tokens: int) -> list[Chunks]:
+def cuts(config: PipelineConfig, tokens: int) -> list[Groups]:
     """The ways to cut rows of so many tokens that a configuration allows; "auto" allows powers of two. An open taper
     is 0 in them."""
-    number, longest, taper = config.chunks.sequence_chunks, config.chunks.most_tokens, config.chunks.chunk_taper
+    number, longest, taper = config.chunks.sequence_chunks, config.chunks.most_tokens, config.groups.taper
     counts = [number] if isinstance(number, int) else [-(-tokens // longest)] if longest is not None else []
     limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
     counts = counts or [2**power for power in range(limit.bit_length())]
-    return [Chunks(count, taper if count > 1 and not isinstance(taper, str) else 0.0) for count in counts]
+    return [Groups(count, taper if count > 1 else 0.0) for count in counts]
 
 
 def taper_of(chunks: Sequence[StageCosts]) -> float:

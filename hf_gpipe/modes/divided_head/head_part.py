@@ -22,7 +22,7 @@ from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, TokenLoss
 from hf_gpipe.modes.divided_head.rows import HeadRows
 from hf_gpipe.modes.divided_head.table import LOGITS, LOGITS_GRADIENT
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.head import chunk_positions
+from hf_gpipe.runtime.head import slice_positions
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD
@@ -129,7 +129,7 @@ class HeadPart:
             torch.mm(flat, matrix.t(), out=live.logits)
             if bias is not None:
                 live.logits += bias
-            sums = torch.cat([self._sums_of(live, rows, deferred) for rows in self._chunks(flat)], 1)
+            sums = torch.cat([self._sums_of(live, rows, deferred) for rows in self._slices(flat)], 1)
             finished = deferred.finish(live.logits[None])[0] if self._sends_logits else None
         if is_training:
             self._live[index] = live
@@ -190,7 +190,7 @@ class HeadPart:
         matrix, _ = self._tensors(live.hidden.dtype)
         of_hidden = torch.empty_like(live.hidden, dtype=self.wide)
         with self._without_autocast:
-            for rows in self._chunks(live.hidden):
+            for rows in self._slices(live.hidden):
                 projected = live.logits[rows]
                 leaf = projected.detach().requires_grad_(not deferred.is_projection_alone)
                 with torch.set_grad_enabled(leaf.requires_grad):
@@ -256,9 +256,9 @@ class HeadPart:
         bias = None if linear.bias is None else linear.bias.detach()[rows].to(dtype)
         return linear.weight.detach()[rows].to(dtype), bias
 
-    def _chunks(self, hidden: torch.Tensor) -> list[slice]:
+    def _slices(self, hidden: torch.Tensor) -> list[slice]:
         """Slices of the positions, so that only one slice at a time needs logits of a wider type."""
-        length = chunk_positions(hidden.shape[1], self._rows.rows.stop - self._rows.rows.start)
+        length = slice_positions(hidden.shape[1], self._rows.rows.stop - self._rows.rows.start)
         return [slice(start, start + length) for start in range(0, len(hidden), length)]
 
     @property

@@ -1,6 +1,6 @@
 """Attention as the kernels of a GPU compute it, for the planner, which traces layers on a CPU.
 
-A GPU's kernels draw dropout inside, leave out what a causal mask hides, also where rows are cut into chunks, and accept
+A GPU's kernels draw dropout inside, leave out what a causal mask hides, also in a member of a group, and accept
 keys and values with fewer heads than the queries. A CPU's kernels keep memory for each of these three.
 """
 

@@ -147,7 +147,7 @@ class LayerTracer:
                 division=division,
             )
         )
-        #: The traces of these stages, for micro-batches whose shapes differ in rows, or in chunks, alone.
+        #: The traces of these stages, for micro-batches that differ in rows, or in the member of a group, alone.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
 
     def costs(self, workload: Workload) -> ModelCosts:
@@ -259,24 +259,24 @@ class LayerTracer:
     ) -> Numbers:
         """The result of `run`, a method of `StageTracer`, for these layers as a stage and a micro-batch.
 
-        It may be computed from the results of other numbers of rows, or of other chunks, where chunks are equally
-        long: each chunk attends to the tokens of one chunk more than the chunk before it.
+        It may be computed from the results of other numbers of rows, or of other members of a group, where these are
+        equally long: each attends to the tokens of one member more than the member before it.
         """
-        is_cut = workload.chunks.most > 1
-        key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
+        is_cut = workload.groups.size > 1
+        key = start, stop, recompute_blocks, replace(workload, member=0) if is_cut else replace(workload, rows=1)
         if key not in self._by_rows:
             # The head takes some positions at a time, however many there are, and packed rows attend to each other.
             has_head = self.run.adapter.layers[stop - 1].kind == "head"
-            is_bent = (has_head and not is_cut) or workload.is_packed or bool(workload.chunks.taper)
+            is_bent = (has_head and not is_cut) or workload.is_packed or bool(workload.groups.taper)
             stage = self._stage(start, stop, recompute_blocks)
 
             def compute(number: int) -> Numbers:
-                shape = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
+                shape = replace(workload, member=number - 1) if is_cut else replace(workload, rows=number)
                 return run(stage, shape.micro_batch(self.run.adapter), *args)
 
             # The numbers of a stage that runs on real tensors depend on values.
             self._by_rows[key] = ByRows(compute, lambda: not (is_bent or stage.is_real))
-        numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)
+        numbers: Numbers = self._by_rows[key](workload.member + 1 if is_cut else workload.rows)
         return numbers
 
 

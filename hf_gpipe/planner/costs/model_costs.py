@@ -179,7 +179,7 @@ class LayerCost:
     deferred_bytes: int = 0
     """The bytes that I keeps for W where the backward is split."""
     row_bytes: int = 0
-    """The bytes of the keys and values of a chunk's whole rows, and of their gradients."""
+    """The bytes of the keys and values of the whole rows of a group, and of their gradients."""
     converted_bytes: int = 0
     """The bytes of the weights that autocast converts, once for all micro-batches of a step."""
     sums_beside: tuple[SumBeside, ...] = ()
@@ -214,7 +214,7 @@ class ModelCosts:
     compute_dtype: str
     """The type of the matrix products: autocast's, or the weights'."""
     whole_logits: str = ""
-    """Why training makes the logits of a micro-batch whole; empty where it makes them in chunks."""
+    """Why training makes the logits of a micro-batch whole; empty where it makes them for some positions at a time."""
     stage_seconds: Seconds | None = None
     """The seconds of a stage for a micro-batch beyond its layers; None: nothing was measured."""
     update_seconds_per_parameter: float | None = None
@@ -256,10 +256,10 @@ def mean_costs(measured: Sequence[ModelCosts], factors: Sequence[float] | None =
     )
 
 
-def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
-    """The costs of a chunk that stands for all of a row: the bytes of the chunk that keeps most, and the mean time."""
-    # Among equally long chunks it is the last, which attends to the most tokens.
-    most = max(reversed(chunks), key=lambda chunk: sum(layer.plain.saved_bytes for layer in chunk.layers))
+def typical(group: Sequence[ModelCosts]) -> ModelCosts:
+    """The costs of a member that stands for all of a group: the bytes of the one that keeps most, and the mean time."""
+    # Among equally long members it is the last, which attends to the most tokens.
+    most = max(reversed(group), key=lambda member: sum(layer.plain.saved_bytes for layer in member.layers))
     layers = [
         replace(
             layer,
@@ -267,9 +267,9 @@ def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
             backward=_mean(layer.backward, [own.backward for own in same]),
             seconds=mean_seconds(own.seconds for own in same),
         )
-        for layer, *same in zip(most.layers, *(chunk.layers for chunk in chunks), strict=True)
+        for layer, *same in zip(most.layers, *(member.layers for member in group), strict=True)
     ]
-    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(chunk.stage_seconds for chunk in chunks))
+    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(member.stage_seconds for member in group))
 
 
 def _mean(most: Operations, operations: Sequence[Operations]) -> Operations:

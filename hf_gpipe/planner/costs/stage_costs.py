@@ -166,7 +166,7 @@ class StageCosts:
         self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
         self._experts = list(accumulate((layer.experts for layer in layers), initial=Parameters()))
         self._shared = _users(layers)
-        # A head that makes its logits in chunks adds to the gradient at once.
+        # A head that makes the logits of some positions at a time adds to the gradient at once.
         adds_up = [layer.kind == "head" and not costs.whole_logits for layer in layers]
         tied = [
             (parameter.size.trainable_bytes, [n for n in users if not adds_up[n]]) for parameter, users in self._shared

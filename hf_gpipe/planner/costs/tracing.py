@@ -56,7 +56,7 @@ class Trace(NamedTuple):
         forward_only_levels: the memory of a forward without a graph, likewise; empty for recomputed blocks alone.
         backward_levels: the memory of the backward above `saved`, the gradient that comes in included.
         deferred: the tensors that I keeps for W where the backward is split, of blocks that are not recomputed.
-        row: the keys and values of a chunk's whole rows, and their gradients.
+        row: the keys and values of the whole rows of a group, and their gradients.
         weight_flops: the operations of the backward's products for the weights of linear layers.
         outside, forward, backward: the operations of the forward before the first own layer was called, without
             products; the other operations of the forward; and the operations of the backward.
@@ -178,7 +178,7 @@ class StageTracer:
         self._stage: Stage | None = None
 
     def trace(self, micro_batch: MicroBatch) -> Trace:
-        """Run the stage once forward and once backward on a micro-batch, or on a chunk of its rows."""
+        """Run the stage once forward and once backward on a micro-batch, or on a member of its group."""
         return self._run(micro_batch, partial(_trace, ranks=self._ranks))
 
     def saved_bytes(self, micro_batch: MicroBatch, first_layer: int) -> tuple[int, int]:

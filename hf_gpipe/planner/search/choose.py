@@ -99,10 +99,7 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans with named schedules that a configuration allows and that are worth a try, at least one. Raises the
     errors of `best_plan`."""
     outcomes: list[Outcome] = []
-    ways = [(planner, config)]
-    for decided in reversed(functions_of_modes("search", "ways")):
-        ways = [way for asked in ways for way in decided(*asked)]
-    for asked in ways:
+    for asked in ways_of_modes(planner, config):
         try:
             outcomes += _Search(*asked).outcomes()
         except UserError as error:
@@ -111,6 +108,14 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     if not plans:
         raise min((outcome for outcome in outcomes if isinstance(outcome, UserError)), key=_sort_key)
     return plans
+
+
+def ways_of_modes(planner: Planner, config: PipelineConfig) -> list[tuple[Planner, PipelineConfig]]:
+    """The configuration with what the keys of modes leave open decided, in every way, and the planner for each."""
+    ways = [(planner, config)]
+    for decided in functions_of_modes("search", "ways"):
+        ways = [way for asked in ways for way in decided(*asked)]
+    return ways
 
 
 class _Search:

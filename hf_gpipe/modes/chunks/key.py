@@ -1,13 +1,14 @@
-"""How the rows of a mini-batch are cut into chunks of tokens."""
+"""Rows that are cut into chunks of tokens, as a mode of a configuration."""
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.schedule import is_table_file
+from hf_gpipe.schedule.groups import Groups
 from hf_gpipe.settings.kinds import WITHOUT_IMAGES
 from hf_gpipe.settings.mode import AUTO, Auto, Keys, Mode
 from hf_gpipe.settings.section import Count, NotNegative, refuse_given
@@ -17,26 +18,11 @@ CHUNK_UNIT = " tokens"
 SETTING = "sequence_chunks"
 
 
-class Chunks(NamedTuple):
-    """How rows are cut: into at most so many chunks of tokens, and how much shorter later ones are."""
-
-    most: int = 1
-    taper: float = 0.0
-
-    def within(self, tokens: int) -> Chunks:
-        """The chunks of rows of so many tokens: a chunk has at least one token."""
-        return self._replace(most=min(self.most, tokens))
-
-    @property
-    def keys(self) -> dict[str, float]:
-        """The keys of a configuration that cuts rows so."""
-        return {"sequence_chunks": self.most, "chunk_taper": self.taper}
-
-
 class RowChunks(Mode):
     """How rows are cut into chunks."""
 
     kinds = WITHOUT_IMAGES
+    cuts_rows: ClassVar[bool] = True
 
     sequence_chunks: Count | Auto | Annotated[str, Field(pattern=rf"\{CHUNK_UNIT}$")] = 1
     """Number of chunks of tokens into which rows are cut in training; chunks go through the stages one after another,
@@ -67,6 +53,15 @@ class RowChunks(Mode):
             )
 
     @property
+    def groups(self) -> Groups:
+        size, taper = self.sequence_chunks, self.chunk_taper
+        return Groups(1 if isinstance(size, str) else size, 0.0 if isinstance(taper, str) else taper)
+
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        return (SETTING,) if self.most_tokens is not None else ()
+
+    @property
     def most_tokens(self) -> int | None:
         """The most tokens of a chunk, where they are given; None: the number of chunks is given, or open.
 
@@ -91,7 +86,10 @@ class DecidedRowChunks(RowChunks):
     sequence_chunks: Count = 1
     chunk_taper: NotNegative = 0.0
 
-    @property
-    def decided(self) -> Chunks:
-        """How rows are cut."""
-        return Chunks(self.sequence_chunks, self.chunk_taper)
+
+FIELDS = {"chunks": (RowChunks, DecidedRowChunks)}
+
+
+def keys_of_groups(groups: Groups) -> dict[str, float]:
+    """The keys of a configuration that cuts rows so."""
+    return {SETTING: groups.size, "chunk_taper": groups.taper}
