@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hf_gpipe.errors import UserError
 
 #: The modes, a folder of `hf_gpipe.modes` each, in the order in which they change a table.
-MODES = ("host_graphs", "asynchronous", "chunks", "visits", "divided_head", "teacher", "tensor_parallel")
+MODES = ("chunks", "host_graphs", "asynchronous", "visits", "divided_head", "teacher", "tensor_parallel")
 
 
 class Kind(NamedTuple):

@@ -45,16 +45,26 @@ V_SHAPED = ("zb_v", "v_half")
 
 SCHEDULES.update(
     {
-        "naive": NamedSchedule(naive),
-        "gpipe": NamedSchedule(gpipe),
-        "gpipe_fused": NamedSchedule(gpipe_fused),
-        "1f1b": NamedSchedule(one_forward_one_backward),
-        "interleaved_1f1b": NamedSchedule(interleaved_1f1b, place=Placement.interleaved),
-        "breadth_first": NamedSchedule(breadth_first, place=Placement.interleaved),
-        "zb_h1": NamedSchedule(zb_h1),
-        "zb_h2": NamedSchedule(zb_h2),
-        "zb_v": NamedSchedule(zb_v, place=Placement.v_shaped),
-        "v_half": NamedSchedule(v_half, place=Placement.v_shaped),
+        "naive": NamedSchedule(naive, text="no pipelining"),
+        "gpipe": NamedSchedule(gpipe, text="as in the paper"),
+        "gpipe_fused": NamedSchedule(gpipe_fused, text="the last stage runs each backward right after its forward"),
+        "1f1b": NamedSchedule(one_forward_one_backward, text="least memory"),
+        "interleaved_1f1b": NamedSchedule(
+            interleaved_1f1b, place=Placement.interleaved, text="several stages per process, assigned in turn"
+        ),
+        "breadth_first": NamedSchedule(
+            breadth_first,
+            place=Placement.interleaved,
+            text="the same, each stage running all micro-batches before the next",
+        ),
+        "zb_h1": NamedSchedule(zb_h1, text="1f1b with a split backward, a third of its bubble in its memory"),
+        "zb_h2": NamedSchedule(zb_h2, text="twice the memory, no bubble between steps that do not wait for each other"),
+        "zb_v": NamedSchedule(
+            zb_v, place=Placement.v_shaped, text="two stages per process in a V, a sixth of 1f1b's bubble in its memory"
+        ),
+        "v_half": NamedSchedule(
+            v_half, place=Placement.v_shaped, text="the same in half of it, with half of 1f1b's bubble"
+        ),
         "forward_only": NamedSchedule(forward_only, is_for_training=False),
     }
 )

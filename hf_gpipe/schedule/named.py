@@ -31,6 +31,7 @@ class NamedSchedule:
         is_shared: whether its stages are shared by the workers of a pipeline (`Placement.is_shared`).
         is_for_training: False: it evaluates.
         takes_groups: whether it has an order for groups of micro-batches (`hf_gpipe.schedule.groups`).
+        text: what it is, for the help of the key that names it.
         same_replicas: why all stages have one number of replicas, after the words "every micro-batch"; empty: they
             need not.
     """
@@ -41,6 +42,7 @@ class NamedSchedule:
     is_shared: bool = False
     is_for_training: bool = True
     takes_groups: bool = True
+    text: str = ""
     same_replicas: str = ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field
@@ -31,6 +32,19 @@ UNSHARED = "zero 0 (no stage has replicas)"
 
 MODES = ("none", "block", "stage", "host")
 
+
+def _texts(names: Iterable[str]) -> str:
+    return "; ".join(f"{name}: {SCHEDULES[name].text}" for name in names)
+
+
+_SCHEDULE = (
+    f"Order of work. {_texts(training_schedules())}; auto: the planner chooses one of these, but not naive, or makes a "
+    "table for the memory there is; or the file of a table of your own, such as tables/mine.txt, whose R actions are "
+    "the recomputations (hf-gpipe plan RECIPE --table writes one). In windows, where each stage updates by itself "
+    f"after each step, with other numbers than the plain model: {_texts(window_schedules())}. null: auto, or gpipe "
+    "where nothing can be planned."
+)
+
 ScheduleName = Annotated[str, one_of(*training_schedules(), *window_schedules())]
 Strategy = Annotated[str, one_of(COUNT, *COST_STRATEGIES)]
 Recomputation = Annotated[str, one_of(*MODES)]
@@ -50,21 +64,7 @@ class MeshConfig(Settings):
     """M: number of micro-batches that a mini-batch is split into; a mini-batch with fewer rows is split into single
     rows; auto: the planner chooses; null: auto, or 1 where nothing can be planned."""
 
-    schedule: NotGiven[ScheduleName | Auto | TableFile] = NOT_GIVEN
-    """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
-    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; breadth_first: the same, each
-    stage running all micro-batches before the next; zb_h1: 1f1b with a split
-    backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
-    for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
-    v_half: the same in half of it, with half of 1f1b's bubble; vocab_1f1b and vocab_gpipe: 1f1b and gpipe with the head
-    divided by the vocabulary over all stages; naive: no pipelining; auto: the planner chooses one of
-    these, but not naive, or makes a table for the memory there is; or the file of a table of your own, such as
-    tables/mine.txt, whose R actions are the recomputations (hf-gpipe plan RECIPE --table writes one).
-    Asynchronous, with other numbers than the
-    plain model: pipedream: each stage updates after each step and nothing waits for the pipeline to empty, the
-    backward of a micro-batch uses the weights of its forward; pipedream_vertical: all stages use the version of the
-    weights that the first one used; pipedream_2bw: the version before the last one; pipedream_naive: no version is
-    kept, so that backwards use other weights than their forwards. null: auto, or gpipe where nothing can be planned."""
+    schedule: Annotated[NotGiven[ScheduleName | Auto | TableFile], Field(description=_SCHEDULE)] = NOT_GIVEN
 
     recompute: Annotated[NotGiven[Recomputation | Auto | Recomputations], Listed] = NOT_GIVEN
     """The activations that are recomputed in the backward instead of being kept. none: nothing; block: the inside of

@@ -171,7 +171,7 @@ _vocabulary_schedule = partial(NamedSchedule, takes_groups=False, same_replicas=
 #: The schedules that train.
 DIVIDED_HEAD = ("vocab_1f1b", "vocab_gpipe")
 SCHEDULES.update(
-    vocab_gpipe=_vocabulary_schedule(vocab_gpipe),
-    vocab_1f1b=_vocabulary_schedule(vocab_1f1b),
+    vocab_gpipe=_vocabulary_schedule(vocab_gpipe, text="gpipe with the head divided by the vocabulary over all stages"),
+    vocab_1f1b=_vocabulary_schedule(vocab_1f1b, text="1f1b with the head divided so"),
     vocab_forward_only=_vocabulary_schedule(vocab_forward_only, is_for_training=False),
 )

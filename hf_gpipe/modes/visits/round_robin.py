@@ -170,6 +170,7 @@ SCHEDULES[ROUND_ROBIN] = NamedSchedule(
     place=Placement.shared,
     is_shared=True,
     takes_groups=False,
+    text="the stages, whose weights visit, are dealt to the processes of a machine",
     same_replicas="is dealt to one pipeline's workers",
 )
 
