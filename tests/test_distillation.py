@@ -14,12 +14,12 @@ from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 from hf_gpipe import DistillationLoss, Pipeline, PipelineConfig
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
+from hf_gpipe.modes.teacher.logits import TeacherLogits
 from hf_gpipe.modes.teacher.stage import StageWithTeacher
 from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.cutting import split_rows
-from hf_gpipe.runtime.teacher import TeacherLogits
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, tiny_config
@@ -196,7 +196,7 @@ def test_the_plan_knows_the_teacher() -> None:
     assert chunk <= peak - alone <= 2 * chunk
     for found, expected in ((comes_and_goes(plan), peak), (comes_and_goes(of_student), alone)):
         assert found == pytest.approx(expected, rel=0.01)
-    weights = sum(parameter.nbytes for parameter in pipe.decision.teacher.adapter.reference.parameters())
+    weights = sum(parameter.nbytes for parameter in pipe.decision.companion.adapter.reference.parameters())
     more = plan.processes[0].memory.parameters - of_student.processes[0].memory.parameters
     assert weights <= more < weights + 1000
     assert plan.step_seconds > of_student.step_seconds
@@ -252,7 +252,7 @@ def test_the_numbers_of_trl() -> None:
     for beta in (0.0, 0.3, 1.0):
         loss = DistillationLoss(beta=beta, temperature=1.7)
         wanted = GKDTrainer.generalized_jsd_loss(z, zt, labels, beta=beta, temperature=1.7)
-        found, _ = loss.with_gradient(z.flatten(0, 1), labels.flatten(), teacher=zt.flatten(0, 1))
+        found, _ = loss.with_gradient(z.flatten(0, 1), labels.flatten(), companion=zt.flatten(0, 1))
         assert float(found.sum() / (labels != -100).sum()) == pytest.approx(float(wanted), rel=1e-5)
 
 

@@ -145,7 +145,7 @@ class PlanRequest:
     def planner(self) -> Planner:
         """The planner of this request. Making it measures or traces the layers."""
         from hf_gpipe.from_recipe.checks import loss_of, verify_options, workload_of
-        from hf_gpipe.from_recipe.model import teacher_of
+        from hf_gpipe.from_recipe.model import companion_of
         from hf_gpipe.from_recipe.workload import plan_inputs
         from hf_gpipe.planner.costs.model_costs import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
@@ -158,12 +158,11 @@ class PlanRequest:
                 f"{config.division.text}, and the seconds of divided layers cannot be measured in one process; leave "
                 "--profile out, and plan with partition flops or auto"
             )
-        teacher, spec = None, teacher_of(recipe)
-        if spec is not None:
-            from hf_gpipe.model.teacher import open_teacher
+        companion, named = None, companion_of(recipe)
+        if named is not None:
             from hf_gpipe.pipeline.probe import PROBE
 
-            teacher = open_teacher(spec, adapter, lambda one: PROBE.open(one, _here()))
+            companion = named.opened(adapter, lambda spec: PROBE.open(spec, _here()))
         inputs, loss = plan_inputs(recipe, workload_of(recipe, adapter.config)), loss_of(recipe).planned
         if self.table is not None:
             inputs = replace(inputs, tables={recipe.pipeline.schedule: self.table})
@@ -177,7 +176,7 @@ class PlanRequest:
                 as_on_gpu=True,
                 seconds=partial(_profiled, adapter, loss) if self.is_profiled else None,
                 cluster=self.cluster,
-                beside=None if teacher is None else ("teacher", teacher),
+                companion=companion,
             )
             # The layers run here for the first time, in the smallest micro-batch that will be planned.
             costs = planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])

@@ -22,7 +22,7 @@ from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.from_recipe import summary
 from hf_gpipe.from_recipe.checks import check_model, loss_of, workload_of
 from hf_gpipe.from_recipe.cost import CostMeter
-from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
+from hf_gpipe.from_recipe.model import companion_of, model_config, spec_of
 from hf_gpipe.from_recipe.page import run_page
 from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.from_recipe.timeline import measure_step
@@ -275,5 +275,5 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None,
     if checkpoint is not None:
         pipeline = pipeline.resumed(read_state(checkpoint).run.num_micro_batches)
     loss, by_length = loss_of(recipe), training.sorts_rows(recipe.data.kind)
-    request = PipelineRequest(spec, pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
+    request = PipelineRequest(spec, pipeline, inputs, training.seed, loss, by_length, companion_of(recipe))
     return Pipeline.of(request, world)

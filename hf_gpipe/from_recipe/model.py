@@ -1,4 +1,4 @@
-"""Makes the model of a recipe: its configuration, its `ModelSpec`, and the `ModelSpec` of a teacher."""
+"""Makes the model of a recipe: its configuration, its `ModelSpec`, and the model beside it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import has_adapters
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, nearest
+from hf_gpipe.model.companion import Companion
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.recipe.transformer import with_transformer
@@ -196,18 +197,20 @@ def spec_of(recipe: Recipe, config: PreTrainedConfig) -> ModelSpec:
     )
 
 
-def teacher_of(recipe: Recipe) -> ModelSpec | None:
-    """The teacher that the recipe names; None: it names none. Raises UserError where a package for it is missing."""
-    model, path = recipe.model, recipe.distillation.teacher
-    if path is None:
+def companion_of(recipe: Recipe) -> Companion | None:
+    """The model beside the trained one that the recipe names; None: it names none. Raises UserError where a package for
+    it is missing."""
+    model, named = recipe.model, recipe.companion
+    if named is None:
         return None
-    return ModelSpec.of(
-        path,
+    spec = ModelSpec.of(
+        named.place,
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
         autocast=_autocast_of(recipe),
-        quantization_config=_quantization_config_of(recipe, recipe.distillation.quantization),
+        quantization_config=_quantization_config_of(recipe, named.quantization),
     )
+    return Companion(named.mode, spec)
 
 
 def _quantization_config_of(recipe: Recipe, kind: str | None) -> BitsAndBytesConfig | None:

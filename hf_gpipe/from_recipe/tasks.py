@@ -117,8 +117,8 @@ class Task:
         """The loss of training."""
         if (own := getattr(self.arguments, "_loss", None)) is not None:
             return own.of(SimpleNamespace(**self.options(recipe)))
-        if recipe.distillation.teacher is not None:
-            return task_module("distil").loss_of(recipe)
+        if recipe.companion is not None:
+            return task_module(recipe.companion.task).loss_of(recipe)
         return TokenLoss.of_settings(recipe.training)
 
     def workload(self, recipe: Recipe, config: PreTrainedConfig) -> Workload:

@@ -44,8 +44,8 @@ class Reads(Flag):
     """The hidden states that enter the head."""
     LOGITS = 8
     """The logits, which are made whole."""
-    TEACHER = 16
-    """The logits of a teacher, beside those of a token's own; none of them is made whole."""
+    COMPANION = 16
+    """The logits of a model beside the trained one, and a token's own; none of them is made whole."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LossInputs:
         token_losses: `Loss.of_tokens` at every position, (B, T), 0 where there is no target.
         hidden: (B, T, D).
         logits: (B, T, V); of a model that classifies rows (B, C).
-        teacher: gives the teacher's logits of some positions (runtime/teacher.py).
+        companion: gives the logits of the model beside the trained one, of some positions.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -70,7 +70,7 @@ class LossInputs:
     token_losses: Any = None
     hidden: Any = None
     logits: Any = None
-    teacher: Any = None
+    companion: Any = None
 
     @property
     def log_probs(self) -> torch.Tensor:
@@ -145,11 +145,6 @@ class Loss:
     def is_of_tokens(self) -> bool:
         """Whether the losses of tokens are all that it reads, so that rows may be packed."""
         return self.reads == Reads.TOKENS
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether a teacher must be beside the model."""
-        return Reads.TEACHER in self.reads
 
     @property
     def planned(self) -> Loss:
@@ -292,7 +287,7 @@ class TokenLoss(TokenOptions, Loss):
         logits: torch.Tensor,
         targets: torch.Tensor,
         *,
-        teacher: Any = None,
+        companion: Any = None,
         overwrite: bool = False,
         part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,7 +296,7 @@ class TokenLoss(TokenOptions, Loss):
         Args:
             logits: (N, V), without a graph.
             targets: (N,).
-            teacher: the teacher's logits (N, V) of the same positions, where the loss reads TEACHER.
+            companion: the other model's logits (N, V) of the same positions, where the loss reads COMPANION.
             overwrite: whether the gradient may take the memory of the logits.
             part: of the vocabulary, whose logits these are; None: the whole.
 

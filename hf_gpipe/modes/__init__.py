@@ -7,6 +7,10 @@ mode has those that it needs:
              FIELDS = {field of a configuration: (its `Mode`, the one of a configuration where all is decided)}
              check_training(arguments, schedule, words, scales_loss=...) raises UserError for arguments of a training
              that do not go with the mode
+             companion(recipe) -> the model beside the trained one that a recipe names (`NamedCompanion`), or None
+    companion  a model beside the trained one (`hf_gpipe.model.companion`)
+             check(spec, trained, loss) raises UserError unless there is one, which may be None, where the loss needs it
+             open_model(spec, adapter, open_one) -> its adapter; raises UserError where the two models do not fit
     table    without torch; imported with `hf_gpipe.schedule`. It adds kinds of actions (`kinds.add_kind`), whose
              records say what they need and hold, and schedules (`hf_gpipe.schedule.named.SCHEDULES`). A mode has what
              it needs of
@@ -42,7 +46,7 @@ mode has those that it needs:
              untried(config, plans) -> what was not tried, in words; else empty
     check    before a plan, and again once the configuration is decided, of which a mode has what it needs:
              check(config, adapter, loss, packing=..., probe=...) raises UserError where these do not go with the mode;
-             the loss of a teacher is None
+             the loss of a companion is None
              verify(config, adapter, packing=..., probe=...) raises UnsupportedModelError where a tiny clone differs
     cutting  cutter(config) -> what cuts micro-batches further (`hf_gpipe.runtime.cutting.Cutter`), or None
              members(micro_batch, groups, adapter) -> the members of the group that a micro-batch is cut into

@@ -16,9 +16,9 @@ from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import commit_of
 from hf_gpipe.losses.custom import loss_of
 from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
+from hf_gpipe.model.companion import Companion, OpenCompanion, check_companion
 from hf_gpipe.model.opening import chain_of, open_chain
 from hf_gpipe.model.spec import ModelSpec
-from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline.variant import Probe, Variant
 from hf_gpipe.planner.decide import Planning, compare_with_machines
@@ -49,7 +49,7 @@ class PipelineRequest:
         seed: None: the default of recipes.
         loss: of training; of a model that classifies rows in another way, the plain one is replaced.
         by_length: whether training sorts rows by length.
-        teacher: whose probabilities the loss reads; None: there is none.
+        companion: a model beside the trained one; None: there is none.
     """
 
     model: ModelSpec
@@ -58,7 +58,7 @@ class PipelineRequest:
     seed: int | None = None
     loss: Loss = PLAIN
     by_length: bool = False
-    teacher: ModelSpec | None = None
+    companion: Companion | None = None
 
     def cutting(self, config: DecidedConfig) -> Cutting:
         """How mini-batches are cut, by the decided configuration."""
@@ -76,8 +76,7 @@ class PipelineRequest:
         same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
         same |= {name: value for name, value in vars(self.loss.of_tokens).items() if name != "metrics"}
         same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.by_length}
-        teacher = {} if self.teacher is None else self.teacher.compared()
-        return same | {f"teacher: {name}": value for name, value in teacher.items()} | self.model.compared()
+        return same | ({} if self.companion is None else self.companion.compared()) | self.model.compared()
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Decision:
         table: of the schedule, where it is the file of one, or was made for the plan.
         planning: the planner's inputs.
         probe: says whether the model can be run as it is asked for.
-        teacher: beside the model; None: there is none.
+        companion: the model beside the trained one; None: there is none.
     """
 
     given: PipelineConfig
@@ -104,7 +103,7 @@ class Decision:
     table: Schedule | None
     planning: Planning
     probe: Probe
-    teacher: Teacher | None = None
+    companion: OpenCompanion | None = None
 
     @classmethod
     def of(cls, request: PipelineRequest, world: World, probe: Probe) -> Decision:
@@ -115,7 +114,7 @@ class Decision:
         table, num_workers = None, given.division.workers_among(world.num_processes)
         if is_table_file(given.schedule):
             table = table_of_reader(world, lambda: given.table(inputs.accumulation, num_workers))
-        check_given(request.teacher, request.model, request.loss)
+        check_companion(request.companion, request.model, request.loss)
         chain = chain_of(request.model)
         if chain is not None:
             # Every process finds the layers by it.
@@ -140,10 +139,10 @@ class Decision:
                 raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
             probe.require(adapter, Variant(packing=True))
 
-        of_teacher = None
-        if request.teacher is not None:
-            of_teacher = open_teacher(request.teacher, adapter, lambda spec: probe.open(spec, world.device))
-            _compare_commit(request.teacher, of_teacher)
+        companion = None
+        if request.companion is not None:
+            companion = request.companion.opened(adapter, lambda spec: probe.open(spec, world.device))
+            _compare_commit(companion.spec, companion.adapter)
 
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
         def check_modes(adapter: Adapter, loss: Loss | None) -> None:
@@ -155,8 +154,7 @@ class Decision:
             world.from_main(lambda: probe.require(adapter, Variant(kernels=world.device)))
 
         # What the planner decides, and whether the machines can do it.
-        beside = None if of_teacher is None else ("teacher", of_teacher)
-        planning = Planning(inputs, adapter, loss.planned, world, beside)
+        planning = Planning(inputs, adapter, loss.planned, world, companion)
         config, planned, table = planning.decide(given)
         if table is not None:
             planning = replace(planning, inputs=replace(inputs, tables={config.schedule: table}))
@@ -174,11 +172,10 @@ class Decision:
         links = compare_with_machines(planning, config, mesh)
         if table is not None:
             table = replace(table, placement=replace(mesh.placement, group_size=table.group_size))
-        teacher = None
-        if request.teacher is not None and of_teacher is not None:
-            teacher = Teacher.of(request.teacher, of_teacher, config)
-            check_modes(teacher.adapter, None)
-        decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, probe, teacher)
+        if companion is not None:
+            config.check_beside(companion.mode)
+            check_modes(companion.adapter, None)
+        decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, probe, companion)
         if decision.full_table.split:
             probe.require(adapter, Variant(splits_backward=True))
         decision.verify_modes(packing=inputs.packing)

@@ -18,6 +18,7 @@ from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.custom import asked_loss
 from hf_gpipe.losses.loss import Loss, TokenLoss
+from hf_gpipe.model.companion import Companion
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.building import build
@@ -189,8 +190,11 @@ class Pipeline:
         loss = asked_loss(loss, TokenLoss(label_smoothing, logit_clipping))
         options: dict[str, Any] = {"attn_implementation": attn_implementation, "autocast": autocast}
         options["trust_remote_code"] = trust_remote_code
-        of_teacher = teacher if teacher is None or isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)
-        request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing, of_teacher)
+        companion = None
+        if teacher is not None:
+            own = teacher if isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)
+            companion = Companion("teacher", own)
+        request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing, companion)
         join_job(asked.timeout_seconds)
         request.compare()
         self._make(request, world_for(asked, device))

@@ -14,6 +14,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import RankFacts, available_memory
 from hf_gpipe.job.world import MeasuredLink, World
 from hf_gpipe.losses.loss import Loss
+from hf_gpipe.model.companion import OpenCompanion
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.layers import LayerTracer
@@ -48,8 +49,8 @@ class Planning:
     adapter: Adapter
     loss: Loss
     world: World
-    beside: tuple[str, Adapter] | None = None
-    """A mode and the adapter of its own model."""
+    companion: OpenCompanion | None = None
+    """The model beside the trained one."""
     tracers: dict[Division, LayerTracer] = field(default_factory=dict, repr=False)
     """The tracer by division of the layers. What was traced to decide tells the plans of the run too."""
 
@@ -127,7 +128,7 @@ class Planning:
             as_on_gpu=device.type == "cuda",
             seconds=lambda workload, costs: measured.get(workload, costs),
             cluster=steady(cluster) if decides and cluster is not None else cluster,
-            beside=self.beside,
+            companion=self.companion,
             tracer=partial(self._tracer, config.division),
         )
 

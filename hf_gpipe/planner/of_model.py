@@ -8,6 +8,7 @@ from functools import cache
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.losses.loss import PLAIN, Loss
+from hf_gpipe.model.companion import OpenCompanion
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts
@@ -31,7 +32,7 @@ def planner_of(
     as_on_gpu: bool = False,
     seconds: Callable[[Workload, ModelCosts], ModelCosts] | None = None,
     cluster: Cluster | None = None,
-    beside: tuple[str, Adapter] | None = None,
+    companion: OpenCompanion | None = None,
     tracer: Callable[[], LayerTracer] | None = None,
 ) -> Planner:
     """Make the planner of a model that has its adapter.
@@ -47,7 +48,7 @@ def planner_of(
         seconds: gives the traced costs of a micro-batch, or of a member of a group, the seconds that were measured;
             None: seconds are estimated.
         cluster: the links between the processes.
-        beside: a mode and the adapter of its own model, whose seconds are estimated; None: there is no such model.
+        companion: the model beside the trained one, whose seconds are estimated; None: there is none.
         tracer: gives the tracer of the layers, which has what it has traced; None: a new one.
 
     Raises:
@@ -69,8 +70,8 @@ def planner_of(
         name for of_mode in functions_of_modes("search", "possible") for name in of_mode(adapter, loss, mini_batch)
     }
     shares = None
-    if beside is not None:
-        mode, other = beside
+    if companion is not None:
+        mode, other = companion.mode, companion.adapter
         layers = cache(lambda: LayerTracer(other, as_on_gpu=as_on_gpu, division=Division(config.division.num_ranks)))
         sums = cache(lambda rows: StageCosts(layers().costs(mini_batch.of_rows(rows)), device))
         possible -= config.modes[mode].excludes.keys()

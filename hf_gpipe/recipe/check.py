@@ -54,9 +54,10 @@ def _check_training(recipe: Recipe) -> None:
         raise RecipeError(
             "data.streaming is true, and a stream has no end; set training.max_steps to the number of updates."
         )
-    if training.packing and recipe.distillation.teacher is not None:
+    if training.packing and recipe.companion is not None:
         raise RecipeError(
-            "training.packing is true and the section distillation is given, which needs rows; leave one out."
+            f"training.packing is true and the section {recipe.companion.section} is given, which needs rows; leave "
+            "one out."
         )
 
 

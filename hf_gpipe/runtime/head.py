@@ -128,9 +128,9 @@ class _Slices:
         self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
         self._shape, self._targets = targets.shape, targets.flatten()
         self._loss, self._of_tokens = loss, loss.of_tokens
-        self._is_sum_of_tokens = loss.reads in (Reads.TOKENS, Reads.TOKENS | Reads.TEACHER)
+        self._is_sum_of_tokens = loss.reads in (Reads.TOKENS, Reads.TOKENS | Reads.COMPANION)
         self._read = read
-        self._teacher = read.teacher if Reads.TEACHER in loss.reads else None
+        self._companion = read.companion if Reads.COMPANION in loss.reads else None
         self._part = deferred.vocabulary
         # The same on every rank, because ranks exchange messages for every slice.
         columns = linear.out_features if self._part is None else self._part.longest
@@ -276,5 +276,5 @@ class _Slices:
         self, logits: torch.Tensor, rows: slice, *, overwrite: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = self._targets[rows]
-        options: dict[str, Any] = {} if self._teacher is None else {"teacher": self._teacher.of(rows)}
+        options: dict[str, Any] = {} if self._companion is None else {"companion": self._companion.of(rows)}
         return self._of_tokens.with_gradient(logits, targets, overwrite=overwrite, part=self._part, **options)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.modules.dropout import NoisyRows
 from hf_gpipe.adapters.modules.head import DeferredLogits
-from hf_gpipe.runtime.teacher import TeacherLogits
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -128,13 +127,13 @@ class Context:
     Attributes:
         micro_batch: the micro-batch, its tensors on the stage's device.
         carry: the tensors received from the previous stage.
-        teacher: the logits of a teacher, on the last stage.
+        companion: the logits of a model beside the trained one, on the last stage.
     """
 
     micro_batch: MicroBatch
     carry: Mapping[str, torch.Tensor]
     options: StepOptions = PLAIN_STEP
-    teacher: TeacherLogits | None = None
+    companion: Any = None
 
 
 def on_devices(

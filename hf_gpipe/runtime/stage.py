@@ -319,7 +319,7 @@ class Stage:
             micro_batch.num_tokens,
             hidden=head_inputs.get("hidden") if self.model.adapter.ends_with_head else logits,
             logits=logits,
-            teacher=context.teacher,
+            companion=context.companion,
         )
         return outputs, deferred, read
 

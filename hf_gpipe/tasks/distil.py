@@ -47,7 +47,7 @@ class DistillationLoss(TokenLoss):
     temperature: float = DistillationOptions().temperature
     cross_entropy_share: float = DistillationOptions().cross_entropy_share
 
-    reads = Reads.TOKENS | Reads.TEACHER
+    reads = Reads.TOKENS | Reads.COMPANION
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,7 @@ class DistillationLoss(TokenLoss):
     def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         length = targets.shape[1]
         parts = [
-            self.with_gradient(logits, own, teacher=read.teacher.whole(slice(row * length, (row + 1) * length)))[0]
+            self.with_gradient(logits, own, companion=read.companion.whole(slice(row * length, (row + 1) * length)))[0]
             for row, (logits, own) in enumerate(zip(read.logits, targets, strict=True))
         ]
         return torch.stack(parts)
@@ -78,11 +78,11 @@ class DistillationLoss(TokenLoss):
         logits: torch.Tensor,
         targets: torch.Tensor,
         *,
-        teacher: Any = None,
+        companion: Any = None,
         overwrite: bool = False,
         part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert teacher is not None, "its logits are beside the model's"
+        assert companion is not None, "its logits are beside the model's"
         dtype = torch.promote_types(logits.dtype, torch.float32)
         gradient = logits if overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         losses = logits.new_empty(len(logits), dtype=dtype)
@@ -90,7 +90,7 @@ class DistillationLoss(TokenLoss):
         size = -(-len(logits) // _BLOCKS)
         for start in range(0, len(logits), size):
             rows = slice(start, start + size)
-            losses[rows], gradient[rows] = self._of_block(logits[rows], targets[rows], teacher[rows], part)
+            losses[rows], gradient[rows] = self._of_block(logits[rows], targets[rows], companion[rows], part)
         return losses, gradient
 
     def _of_block(
@@ -146,4 +146,4 @@ class _Planned(DistillationLoss):
     def with_gradient(
         self, logits: torch.Tensor, targets: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().with_gradient(logits, targets, **{**options, "teacher": logits.clone()})
+        return super().with_gradient(logits, targets, **{**options, "companion": logits.clone()})

@@ -19,7 +19,7 @@ from typing import Any
 import hf_gpipe
 from hf_gpipe.errors import UserError
 from hf_gpipe.from_recipe.checks import loss_of, workload_of
-from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
+from hf_gpipe.from_recipe.model import companion_of, model_config, spec_of
 from hf_gpipe.from_recipe.trainer import arguments_of
 from hf_gpipe.from_recipe.workload import plan_inputs
 from hf_gpipe.recipe import Recipe, load_recipe, parse_recipe, recipe_help, section_help
@@ -117,8 +117,8 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
     workload = workload_of(recipe, config)
     yield f"mini-batch: {workload!r}"
     yield f"of the planner: {plan_inputs(recipe, workload)!r}"
-    teacher = teacher_of(recipe)
-    yield f"teacher: {None if teacher is None else _shown(teacher.model)}"
+    companion = companion_of(recipe)
+    yield f"teacher: {None if companion is None else _shown(companion.spec.model)}"
 
 
 def _shown(value: Any) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
 from hf_gpipe.modes.visits.search import open_visitors, visiting_ways, way
 from hf_gpipe.modes.visits.visit import LOAD
@@ -189,7 +190,8 @@ def test_which_weights_may_visit() -> None:
     # What a run refuses: a teacher beside them, and the sums of replicas whose gradients are on the host.
     costs = blocks(12, weights=100 * MIB)
     student = Chain(module, rows.shapes)
-    assert open_visitors(planner_of(student, PlanInputs(rows), DEVICE, beside=("teacher", student))) == ()
+    teacher = OpenCompanion("teacher", ModelSpec(module), student)
+    assert open_visitors(planner_of(student, PlanInputs(rows), DEVICE, companion=teacher)) == ()
     with pytest.raises(ScheduleError, match="offload_weights is all and stages have replicas"):
         planner(costs).plan(dealt((1,) * 12, 4, schedule="breadth_first", replicas=2))
 

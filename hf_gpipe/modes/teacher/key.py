@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from hf_gpipe.settings.mode import Keys, Mode
+from hf_gpipe.settings.mode import Keys, Mode, NamedCompanion
 
+if TYPE_CHECKING:  # settings are made before recipes
+    from hf_gpipe.recipe import Recipe
+
+#: The name of the mode.
+MODE = "teacher"
 _USE_ANOTHER = "there is a teacher and schedule is {schedule}, which do not go together; use 1f1b"
 
 
@@ -30,4 +35,12 @@ class Teacher(Mode):
         return False
 
 
-FIELDS = {"teacher": (Teacher, Teacher)}
+FIELDS = {MODE: (Teacher, Teacher)}
+
+
+def companion(recipe: Recipe) -> NamedCompanion | None:
+    """The teacher that a recipe names; None: it names none."""
+    own = recipe.distillation
+    if own.teacher is None:
+        return None
+    return NamedCompanion(MODE, "distillation", "distil", own.teacher, own.quantization)

@@ -12,10 +12,10 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import Loss
+from hf_gpipe.modes.teacher.logits import TeacherLogits
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage, Tensors
-from hf_gpipe.runtime.teacher import TeacherLogits
 
 #: The prefix of the names of the teacher's tensors that cross a boundary.
 PREFIX = "teacher."
@@ -68,7 +68,7 @@ class StageWithTeacher(Stage):
         outputs = model(own, received, deferred=deferred)
         if deferred is None:
             return replace(context, carry=carry), {f"{PREFIX}{name}": tensor for name, tensor in outputs.items()}
-        return replace(context, carry=carry, teacher=TeacherLogits(deferred, model.division)), {}
+        return replace(context, carry=carry, companion=TeacherLogits(deferred, model.division)), {}
 
     def _inputs(self, inputs: Inputs) -> Inputs:
         """The inputs without labels: the teacher has no loss of its own."""

@@ -14,7 +14,7 @@ from hf_gpipe.settings.pipeline import PipelineConfig
 
 def check(config: PipelineConfig, adapter: Adapter, loss: Loss | None, *, packing: bool, probe: Probe) -> None:
     """Raise UserError where the layers cannot be divided, which a tiny clone says too: a plan needs their parts."""
-    # Blocks of a teacher are not compiled.
+    # Blocks of a companion are not compiled.
     is_compiled = config.compiled.torch_compile and loss is not None
     check_division(adapter, config.division, probe, is_compiled=is_compiled)
 

@@ -1,74 +1,26 @@
-"""The teacher of a distillation: another model with the same vocabulary, cut into as many stages as its student."""
+"""The teacher of a distillation: another model with the same vocabulary, which its student has beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.decoder_only import DecoderOnly
-from hf_gpipe.adapters.parts.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
-from hf_gpipe.losses.loss import Loss
-from hf_gpipe.model.assembly import assemble
+from hf_gpipe.losses.loss import Loss, Reads
 from hf_gpipe.model.spec import ModelSpec
-from hf_gpipe.partition import partition as cut
-from hf_gpipe.settings.division import Division
-from hf_gpipe.settings.pipeline import DecidedConfig
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """A teacher whose weights are not there yet.
-
-    Attributes:
-        spec: as it was asked for.
-        adapter: of the model.
-        partition: the layers of each stage, about as many in each.
-    """
-
-    spec: ModelSpec
-    adapter: Adapter
-    partition: Sequence[range]
-
-    @classmethod
-    def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
-        """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
-        config.check_beside("teacher")
-        return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
-
-    def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageModel]:
-        """The stages that a process holds, with their weights, by number.
-
-        Args:
-            devices: of each of them.
-            ranks: among which the student's layers are divided; None: they are whole.
-        """
-        ranks = ranks and replace(ranks, division=Division(ranks.division.num_ranks))
-        stages = {}
-        for number, device in devices.items():
-            assert not isinstance(self.spec.model, PreTrainedConfig)
-            model = assemble(self.adapter, self.partition[number], self.spec.model, device, ranks=ranks)
-            model.model.eval()
-            stages[number] = model
-        return stages
-
-    def carry_dtype(self, stage: int, name: str) -> torch.dtype:
-        """The type of one of its tensors that a stage receives."""
-        return self.adapter.carry_dtype(self.partition[stage][0], name)
-
-
-def open_teacher(spec: ModelSpec, student: Adapter, open_model: Callable[[ModelSpec], Adapter]) -> Adapter:
+def open_model(spec: ModelSpec, student: Adapter, open_one: Callable[[ModelSpec], Adapter]) -> Adapter:
     """The adapter of a teacher. The student's then keeps the columns of padding on which the teacher depends, too.
 
     Args:
         spec: of the teacher.
         student: the model that is trained.
-        open_model: reads and checks a model that reads text.
+        open_one: reads and checks a model that reads text.
 
     Raises:
         UserError: the two models do not fit.
@@ -77,7 +29,7 @@ def open_teacher(spec: ModelSpec, student: Adapter, open_model: Callable[[ModelS
         raise UserError("teacher: it has PEFT adapters; merge them into the model first, by hf-gpipe merge")
     if isinstance(spec.model, PreTrainedConfig):
         raise UserError("teacher: a configuration has no weights; give a model, or the path of one")
-    adapter = open_model(spec)
+    adapter = open_one(spec)
     for name, model in (("teacher", adapter), ("model", student)):
         what = f"{name}: {type(model.reference).__name__}"
         if type(model) is not DecoderOnly:
@@ -98,9 +50,9 @@ def open_teacher(spec: ModelSpec, student: Adapter, open_model: Callable[[ModelS
     return adapter
 
 
-def check_given(teacher: ModelSpec | None, student: ModelSpec, loss: Loss) -> None:
+def check(teacher: ModelSpec | None, student: ModelSpec, loss: Loss) -> None:
     """Raise UserError unless there is a teacher exactly where the loss reads its logits, with weights of its own."""
-    name, is_read = type(loss).__name__, loss.needs_teacher
+    name, is_read = type(loss).__name__, Reads.COMPANION in loss.reads
     if teacher is None and is_read:
         raise UserError(f"loss is a {name}, and there is no teacher; give teacher, a model or the path of one")
     if teacher is not None and not is_read:
