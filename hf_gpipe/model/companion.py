@@ -1,5 +1,4 @@
-"""A model that runs beside the trained one, in stages of the same numbers. It is of a mode, which says whether the two
-fit (`hf_gpipe.modes`)."""
+"""A model beside the trained one, in stages of the same numbers. It is of a mode, which says whether the two fit."""
 
 from __future__ import annotations
 
@@ -15,25 +14,15 @@ from hf_gpipe.registry import parts_of_modes
 
 @dataclass(frozen=True)
 class Companion:
-    """A model beside the trained one.
-
-    Attributes:
-        mode: whose it is.
-        spec: the model, as it was asked for.
-    """
+    """A model beside the trained one, of a mode."""
 
     mode: str
     spec: ModelSpec
 
-    def opened(self, trained: Adapter, open_model: Callable[[ModelSpec], Adapter]) -> OpenCompanion:
-        """Read its configuration. Raises UserError where the model does not fit the trained one.
-
-        Args:
-            trained: of the trained model.
-            open_model: reads and checks a model that reads text.
-        """
-        part = parts_of_modes("companion")[self.mode]
-        return OpenCompanion(self.mode, self.spec, part.open_model(self.spec, trained, open_model))
+    def opened(self, trained: Adapter, open_one: Callable[[ModelSpec], Adapter]) -> OpenCompanion:
+        """Open it by `open_one`, which reads and checks a model. Raises UserError where it does not fit the other."""
+        adapter = parts_of_modes("companion")[self.mode].open_model(self.spec, trained, open_one)
+        return OpenCompanion(self.mode, self.spec, adapter)
 
     def compared(self) -> dict[str, Any]:
         """What all processes have alike of it."""

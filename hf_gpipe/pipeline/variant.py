@@ -38,13 +38,8 @@ class Variant:
 
 
 class ModeVariant(Variant, ABC):
-    """A way of a mode to run the clone, of which it says how it is compared.
-
-    Attributes:
-        keys: of the clone's pipeline, beside those that follow from the variant.
-        setting: the key that asks for it.
-        cause: why a clone may differ, for errors.
-    """
+    """A way of a mode to run the clone with more keys of its pipeline; the mode says how it is compared. Errors have
+    the key that asks for it, and why a clone may differ."""
 
     keys: ClassVar[Mapping[str, Any]]
     setting: ClassVar[str]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule import groups
@@ -43,28 +43,19 @@ SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zb_v", "v_half")
 V_SHAPED = ("zb_v", "v_half")
 """The schedules whose stages are placed in the shape of a V."""
 
+_in_turn, _in_a_v = (partial(NamedSchedule, place=place) for place in (Placement.interleaved, Placement.v_shaped))
 SCHEDULES.update(
     {
         "naive": NamedSchedule(naive, text="no pipelining"),
         "gpipe": NamedSchedule(gpipe, text="as in the paper"),
         "gpipe_fused": NamedSchedule(gpipe_fused, text="the last stage runs each backward right after its forward"),
         "1f1b": NamedSchedule(one_forward_one_backward, text="least memory"),
-        "interleaved_1f1b": NamedSchedule(
-            interleaved_1f1b, place=Placement.interleaved, text="several stages per process, assigned in turn"
-        ),
-        "breadth_first": NamedSchedule(
-            breadth_first,
-            place=Placement.interleaved,
-            text="the same, each stage running all micro-batches before the next",
-        ),
+        "interleaved_1f1b": _in_turn(interleaved_1f1b, text="several stages per process, assigned in turn"),
+        "breadth_first": _in_turn(breadth_first, text="the same, each stage running all micro-batches before the next"),
         "zb_h1": NamedSchedule(zb_h1, text="1f1b with a split backward, a third of its bubble in its memory"),
         "zb_h2": NamedSchedule(zb_h2, text="twice the memory, no bubble between steps that do not wait for each other"),
-        "zb_v": NamedSchedule(
-            zb_v, place=Placement.v_shaped, text="two stages per process in a V, a sixth of 1f1b's bubble in its memory"
-        ),
-        "v_half": NamedSchedule(
-            v_half, place=Placement.v_shaped, text="the same in half of it, with half of 1f1b's bubble"
-        ),
+        "zb_v": _in_a_v(zb_v, text="two stages per process in a V, a sixth of 1f1b's bubble in its memory"),
+        "v_half": _in_a_v(v_half, text="the same in half of it, with half of 1f1b's bubble"),
         "forward_only": NamedSchedule(forward_only, is_for_training=False),
     }
 )

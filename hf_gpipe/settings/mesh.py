@@ -41,8 +41,8 @@ _SCHEDULE = (
     f"Order of work. {_texts(training_schedules())}; auto: the planner chooses one of these, but not naive, or makes a "
     "table for the memory there is; or the file of a table of your own, such as tables/mine.txt, whose R actions are "
     "the recomputations (hf-gpipe plan RECIPE --table writes one). In windows, where each stage updates by itself "
-    f"after each step, with other numbers than the plain model: {_texts(window_schedules())}. null: auto, or gpipe "
-    "where nothing can be planned."
+    "after each step and nothing waits for the pipeline to empty, with other numbers than the plain model: "
+    f"{_texts(window_schedules())}. null: auto, or gpipe where nothing can be planned."
 )
 
 ScheduleName = Annotated[str, one_of(*training_schedules(), *window_schedules())]

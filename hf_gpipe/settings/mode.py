@@ -40,12 +40,11 @@ Keys = Mapping[str, Any]
 
 
 class NamedCompanion(NamedTuple):
-    """A model beside the trained one that a section of a recipe names."""
+    """A model beside the trained one that a section of a recipe names. The task makes the loss, by `loss_of`."""
 
     mode: str
     section: str
     task: str
-    """The module in `hf_gpipe.tasks` whose `loss_of` makes the loss of a recipe."""
     place: str
     quantization: str | None
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.model.companion import OpenCompanion
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
 from hf_gpipe.modes.visits.search import open_visitors, visiting_ways, way

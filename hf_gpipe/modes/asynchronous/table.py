@@ -165,23 +165,9 @@ def _named(name: str, text: str, **ways: Any) -> NamedSchedule:
 
 
 ASYNCHRONOUS_SCHEDULES = {
-    "pipedream": _named(
-        "pipedream",
-        "asynchronous: nothing waits for the pipeline to empty, and the backward of a micro-batch uses the weights of "
-        "its forward",
-        versions=_newest,
-    ),
-    "pipedream_vertical": _named(
-        "pipedream_vertical",
-        "all stages use the version of the weights that the first one used",
-        versions=_on_all_stages,
-    ),
+    "pipedream": _named("pipedream", "asynchronous, a backward uses the weights of its forward", versions=_newest),
+    "pipedream_vertical": _named("pipedream_vertical", "all stages use those of the first", versions=_on_all_stages),
     "pipedream_2bw": _named("pipedream_2bw", "the version before the last one", versions=_one_behind, waits=True),
-    "pipedream_naive": _named(
-        "pipedream_naive",
-        "no version is kept, so that backwards use other weights than their forwards",
-        versions=_newest,
-        stashes=False,
-    ),
+    "pipedream_naive": _named("pipedream_naive", "a backward uses the newest", versions=_newest, stashes=False),
 }
 SCHEDULES.update(ASYNCHRONOUS_SCHEDULES)

@@ -88,8 +88,3 @@ class DecidedRowChunks(RowChunks):
 
 
 FIELDS = {"chunks": (RowChunks, DecidedRowChunks)}
-
-
-def keys_of_groups(groups: Groups) -> dict[str, float]:
-    """The keys of a configuration that cuts rows so."""
-    return {SETTING: groups.size, "chunk_taper": groups.taper}

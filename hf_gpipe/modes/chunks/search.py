@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hf_gpipe.modes.chunks.key import CHUNK_UNIT, SETTING, keys_of_groups
+from hf_gpipe.modes.chunks.key import CHUNK_UNIT, SETTING
 from hf_gpipe.planner.costs.stage_costs import StageCosts
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.schedule.groups import Groups
@@ -16,14 +16,11 @@ from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 #: a device.
 MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
 
-#: Tokens of a chunk, where `hf-gpipe plan --longest` looks for longer rows.
-LONG_CHUNK = 2048
-
 
 def longer_rows(config: DecidedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the keys with which rows that are whole are cut, so that longer ones fit."""
     if not config.cuts_rows:
-        yield "in chunks", {SETTING: f"{LONG_CHUNK}{CHUNK_UNIT}", "schedule": "1f1b", "recompute": "stage"}
+        yield "in chunks", {SETTING: f"2048{CHUNK_UNIT}", "schedule": "1f1b", "recompute": "stage"}
 
 
 def ways(planner: Planner, config: PipelineConfig) -> Iterator[tuple[Planner, PipelineConfig]]:
@@ -35,7 +32,7 @@ def ways(planner: Planner, config: PipelineConfig) -> Iterator[tuple[Planner, Pi
             equal = planner.with_groups(cut._replace(taper=0.0))
             tapers = sorted({cut.taper, taper_of(equal.member_sums(planner.rows))})
         for groups in (cut._replace(taper=taper) for taper in tapers):
-            yield planner.with_groups(groups), config.replace(**keys_of_groups(groups))
+            yield planner.with_groups(groups), config.replace(sequence_chunks=groups.size, chunk_taper=groups.taper)
 
 
 def cuts(config: PipelineConfig, tokens: int) -> list[Groups]:

@@ -11,11 +11,10 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.companion import OpenCompanion
 from hf_gpipe.modes.teacher.key import MODE
 from hf_gpipe.modes.teacher.stage import PREFIX, StageWithTeacher
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.pipeline.mode_builder import ModeBuilder
+from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.settings.division import Division
 
@@ -23,26 +22,22 @@ from hf_gpipe.settings.division import Division
 class Builder(ModeBuilder):
     """Makes the teacher's stages, where there is a teacher."""
 
-    @cached_property
-    def _teacher(self) -> OpenCompanion | None:
-        companion = self.building.decision.companion
-        return None if companion is None or companion.mode != MODE else companion
-
-    def _layers(self, teacher: OpenCompanion) -> Sequence[range]:
-        """The layers of each stage, about as many in each."""
-        return cut(len(teacher.adapter.layers), self.building.decision.config.num_stages, "count")
+    def __init__(self, building: Building) -> None:
+        super().__init__(building)
+        self._teacher, decision = building.decision.companion, building.decision
+        #: The layers of each stage, about as many in each.
+        self._layers: Sequence[range] = ()
+        if self._teacher is not None and self._teacher.mode == MODE:
+            self._layers = cut(len(self._teacher.adapter.layers), decision.config.num_stages, "count")
 
     @cached_property
     def _models(self) -> Mapping[int, StageModel]:
-        teacher, ranks = self._teacher, self.building.ranks
-        if teacher is None:
-            return {}
+        stages, ranks = dict[int, StageModel](), self.building.ranks
         # The layers of the student may be divided among them.
         ranks = ranks and replace(ranks, division=Division(ranks.division.num_ranks))
-        stages, layers = {}, self._layers(teacher)
-        for number, device in self.building.decision.world.stage_devices.items():
-            assert not isinstance(teacher.spec.model, PreTrainedConfig)
-            stages[number] = assemble(teacher.adapter, layers[number], teacher.spec.model, device, ranks=ranks)
+        for number, device in self.building.decision.world.stage_devices.items() if self._layers else ():
+            assert self._teacher is not None and not isinstance(model := self._teacher.spec.model, PreTrainedConfig)
+            stages[number] = assemble(self._teacher.adapter, self._layers[number], model, device, ranks=ranks)
             stages[number].model.eval()
         return stages
 
@@ -50,7 +45,6 @@ class Builder(ModeBuilder):
         return partial(StageWithTeacher, teacher=self._models[number]) if number in self._models else None
 
     def dtype_of(self, stage: int, name: str) -> torch.dtype | None:
-        teacher = self._teacher
-        if teacher is None or not name.startswith(PREFIX):
+        if self._teacher is None or not name.startswith(PREFIX):
             return None
-        return teacher.adapter.carry_dtype(self._layers(teacher)[stage][0], name.removeprefix(PREFIX))
+        return self._teacher.adapter.carry_dtype(self._layers[stage][0], name.removeprefix(PREFIX))
