@@ -200,17 +200,17 @@ def spec_of(recipe: Recipe, config: PreTrainedConfig) -> ModelSpec:
 def companion_of(recipe: Recipe) -> Companion | None:
     """The model beside the trained one that the recipe names; None: it names none. Raises UserError where a package for
     it is missing."""
-    model, named = recipe.model, recipe.companion
-    if named is None:
+    if recipe.companion is None:
         return None
+    model, (_, section) = recipe.model, recipe.companion
     spec = ModelSpec.of(
-        named.place,
+        section.companion,
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
         autocast=_autocast_of(recipe),
-        quantization_config=_quantization_config_of(recipe, named.quantization),
+        quantization_config=_quantization_config_of(recipe, section.quantization),
     )
-    return Companion(named.mode, spec)
+    return Companion(section.mode, spec)
 
 
 def _quantization_config_of(recipe: Recipe, kind: str | None) -> BitsAndBytesConfig | None:

@@ -118,7 +118,7 @@ class Task:
         if (own := getattr(self.arguments, "_loss", None)) is not None:
             return own.of(SimpleNamespace(**self.options(recipe)))
         if recipe.companion is not None:
-            return task_module(recipe.companion.task).loss_of(recipe)
+            return task_module(recipe.companion[1].task).loss_of(recipe)
         return TokenLoss.of_settings(recipe.training)
 
     def workload(self, recipe: Recipe, config: PreTrainedConfig) -> Workload:

@@ -7,8 +7,7 @@ mode has those that it needs:
              FIELDS = {field of a configuration: (its `Mode`, the one of a configuration where all is decided)}
              check_training(arguments, schedule, words, scales_loss=...) raises UserError for arguments of a training
              that do not go with the mode
-             companion(recipe) -> the model beside the trained one that a recipe names (`NamedCompanion`), or None
-    companion  a model beside the trained one (`hf_gpipe.model.companion`)
+    companion, a model beside the trained one (`hf_gpipe.model.companion`)
              check(spec, trained, loss) raises UserError unless there is one, which may be None, where the loss needs it
              open_model(spec, adapter, open_one) -> its adapter; raises UserError where the two models do not fit
     table    without torch; imported with `hf_gpipe.schedule`. It adds kinds of actions (`kinds.add_kind`), whose

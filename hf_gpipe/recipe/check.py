@@ -56,8 +56,7 @@ def _check_training(recipe: Recipe) -> None:
         )
     if training.packing and recipe.companion is not None:
         raise RecipeError(
-            f"training.packing is true and the section {recipe.companion.section} is given, which needs rows; leave "
-            "one out."
+            f"training.packing is true and the section {recipe.companion[0]} is given, which needs rows; leave one out."
         )
 
 

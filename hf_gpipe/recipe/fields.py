@@ -13,7 +13,7 @@ from hf_gpipe.recipe.data import DataSection
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.training import TrainingSection
 from hf_gpipe.recipe.transformer import with_transformer
-from hf_gpipe.registry import functions_of_modes, has_own_task, task_of_kind
+from hf_gpipe.registry import has_own_task, task_of_kind
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.settings.kinds import PAIRS, TOKENIZED, uses
 from hf_gpipe.settings.losses import (
@@ -24,7 +24,6 @@ from hf_gpipe.settings.losses import (
     PreferencesSection,
     RewardsSection,
 )
-from hf_gpipe.settings.mode import NamedCompanion
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.settings.section import (
     MAY_CHANGE,
@@ -209,9 +208,9 @@ class Recipe(Settings):
     evaluation: Annotated[EvaluationSection, MAY_CHANGE] = EvaluationSection()
 
     @property
-    def companion(self) -> NamedCompanion | None:
-        """The model beside the trained one that it names; None: it names none."""
-        return next(filter(None, (own(self) for own in functions_of_modes("key", "companion"))), None)
+    def companion(self) -> tuple[str, Any] | None:
+        """The section that names a model beside the trained one, and its name; None: there is none."""
+        return next(((name, own) for name, own in vars(self).items() if getattr(own, "companion", None)), None)
 
     def table(self, num_processes: int) -> Schedule | None:
         """The table of a step from the file that `pipeline.schedule` names; raises as `PipelineConfig.table`."""

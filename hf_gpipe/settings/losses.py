@@ -7,7 +7,7 @@ each key of the section.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -387,6 +387,14 @@ class DistillationSection(DistillationOptions, _Teacher):
     """A teacher whose token probabilities the model learns; keys as in TRL's GKDConfig."""
 
     kinds = (*PAIRS, "text", "chat")
+    #: Whose companion it is, and the task whose `loss_of` makes the loss.
+    mode: ClassVar = "teacher"
+    task: ClassVar = "distil"
+
+    @property
+    def companion(self) -> str | None:
+        """The place of a model beside the trained one."""
+        return self.teacher
 
     def model_post_init(self, context: Any, /) -> None:
         if self.teacher is None:

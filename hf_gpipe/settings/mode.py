@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Optional, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, create_model
 
@@ -37,16 +37,6 @@ COMPARED_ROWS = "compared_rows"
 
 #: The value of each key of a configuration, by its name.
 Keys = Mapping[str, Any]
-
-
-class NamedCompanion(NamedTuple):
-    """A model beside the trained one that a section of a recipe names. The task makes the loss, by `loss_of`."""
-
-    mode: str
-    section: str
-    task: str
-    place: str
-    quantization: str | None
 
 
 class Mode(Settings):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.modes.teacher.key import MODE
 from hf_gpipe.modes.teacher.stage import PREFIX, StageWithTeacher
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
@@ -27,7 +26,7 @@ class Builder(ModeBuilder):
         self._teacher, decision = building.decision.companion, building.decision
         #: The layers of each stage, about as many in each.
         self._layers: Sequence[range] = ()
-        if self._teacher is not None and self._teacher.mode == MODE:
+        if self._teacher is not None and self._teacher.mode == "teacher":
             self._layers = cut(len(self._teacher.adapter.layers), decision.config.num_stages, "count")
 
     @cached_property
@@ -36,8 +35,9 @@ class Builder(ModeBuilder):
         # The layers of the student may be divided among them.
         ranks = ranks and replace(ranks, division=Division(ranks.division.num_ranks))
         for number, device in self.building.decision.world.stage_devices.items() if self._layers else ():
-            assert self._teacher is not None and not isinstance(model := self._teacher.spec.model, PreTrainedConfig)
-            stages[number] = assemble(self._teacher.adapter, self._layers[number], model, device, ranks=ranks)
+            assert self._teacher is not None
+            weights: Any = self._teacher.spec.model  # no configuration: it is opened
+            stages[number] = assemble(self._teacher.adapter, self._layers[number], weights, device, ranks=ranks)
             stages[number].model.eval()
         return stages
 

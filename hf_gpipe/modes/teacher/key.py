@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from hf_gpipe.settings.mode import Keys, Mode, NamedCompanion
+from hf_gpipe.settings.mode import Keys, Mode
 
-if TYPE_CHECKING:  # settings are made before recipes
-    from hf_gpipe.recipe import Recipe
-
-#: The name of the mode.
-MODE = "teacher"
 _USE_ANOTHER = "there is a teacher and schedule is {schedule}, which do not go together; use 1f1b"
 
 
@@ -35,12 +30,4 @@ class Teacher(Mode):
         return False
 
 
-FIELDS = {MODE: (Teacher, Teacher)}
-
-
-def companion(recipe: Recipe) -> NamedCompanion | None:
-    """The teacher that a recipe names; None: it names none."""
-    own = recipe.distillation
-    if own.teacher is None:
-        return None
-    return NamedCompanion(MODE, "distillation", "distil", own.teacher, own.quantization)
+FIELDS = {"teacher": (Teacher, Teacher)}
