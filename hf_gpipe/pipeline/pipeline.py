@@ -190,10 +190,8 @@ class Pipeline:
         loss = asked_loss(loss, TokenLoss(label_smoothing, logit_clipping))
         options: dict[str, Any] = {"attn_implementation": attn_implementation, "autocast": autocast}
         options["trust_remote_code"] = trust_remote_code
-        companion = None
-        if teacher is not None:
-            own = teacher if isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)
-            companion = Companion("teacher", own)
+        of_teacher = teacher if teacher is None or isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)
+        companion = None if of_teacher is None else Companion("teacher", of_teacher)
         request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing, companion)
         join_job(asked.timeout_seconds)
         request.compare()
