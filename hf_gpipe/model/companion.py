@@ -25,7 +25,7 @@ class Companion:
         return OpenCompanion(self.mode, self.spec, adapter)
 
     def compared(self) -> dict[str, Any]:
-        """What all processes have alike of it."""
+        """The values that all processes have alike."""
         return {f"{self.mode}: {name}": value for name, value in self.spec.compared().items()}
 
 

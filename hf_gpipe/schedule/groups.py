@@ -35,7 +35,7 @@ def in_words(size: int) -> str:
 
 
 def cut_in_words(size: int, tokens: int) -> str:
-    """What groups of this size are for rows of so many tokens."""
+    """The way in which groups of this size cut rows of so many tokens."""
     return f"cut into {size} {KEY} of at most {-(-tokens // size)} tokens"
 
 
