@@ -18,7 +18,6 @@ from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.registry import functions_of_modes, parts_of_modes
 from hf_gpipe.schedule.groups import Groups
-from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.pipeline import PipelineConfig
 
 
@@ -72,7 +71,7 @@ def planner_of(
     shares = None
     if companion is not None:
         mode, other = companion.mode, companion.adapter
-        layers = cache(lambda: LayerTracer(other, as_on_gpu=as_on_gpu, division=Division(config.division.num_ranks)))
+        layers = cache(lambda: LayerTracer(other, as_on_gpu=as_on_gpu, division=config.division))
         sums = cache(lambda rows: StageCosts(layers().costs(mini_batch.of_rows(rows)), device))
         possible -= config.modes[mode].excludes.keys()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from hf_gpipe.modes.teacher.stage import PREFIX, StageWithTeacher
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline.mode_builder import Building, ModeBuilder
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.settings.division import Division
 
 
 class Builder(ModeBuilder):
@@ -32,8 +30,6 @@ class Builder(ModeBuilder):
     @cached_property
     def _models(self) -> Mapping[int, StageModel]:
         stages, ranks = dict[int, StageModel](), self.building.ranks
-        # The layers of the student may be divided among them.
-        ranks = ranks and replace(ranks, division=Division(ranks.division.num_ranks))
         for number, device in self.building.decision.world.stage_devices.items() if self._layers else ():
             assert self._teacher is not None
             weights: Any = self._teacher.spec.model  # no configuration: it is opened
