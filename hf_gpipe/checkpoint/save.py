@@ -104,6 +104,16 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file, in place of an older one, which stays where that fails. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_together(directory: Path, world: World, write: Callable[[], Value], kind: Any = None) -> list[Value]:
     """Call `write` in every process, and return its values in order of rank. Every process must call it.
 

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Required
+from typing import Annotated, Any, Required
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ OfParameter = Callable[[str, torch.Tensor], torch.Tensor]
 """(name of a parameter, tensor of its optimizer's state) -> the tensor in another form."""
 
 Values = dict[str, Any]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 _Optimizer = TypedDict(
     "_Optimizer", {"class": str, "groups": list[Values], "files": list[str], "values": dict[str, Values]}
 )
@@ -58,6 +59,14 @@ class DataPosition(BaseModel):
     """Where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known."""
 
 
+class _LossScale(TypedDict):
+    scale: Positive
+    growth_factor: Positive
+    backoff_factor: Positive
+    growth_interval: strict_json.Number
+    _growth_tracker: strict_json.Number
+
+
 class RunState(BaseModel):
     """Everything of a run's progress that a resumed run needs, besides weights, optimizer and transformers' state.
 
@@ -72,7 +81,7 @@ class RunState(BaseModel):
     evaluation_is_due: bool = False
     """Whether the training was stopped before the evaluation of its last step."""
     num_micro_batches: strict_json.Number | None = None
-    loss_scale: dict[str, FiniteFloat] | None = None
+    loss_scale: _LossScale | None = None
     """The state of the `LossScaler`; None without one."""
     has_digests: bool = False
     """Whether a file of digests belongs to the checkpoint."""

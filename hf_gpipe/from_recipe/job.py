@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import check_shared, checkpoints, last_checkpoint, step_of, tidy
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.checkpoint.save import make_directory, remove, writing
+from hf_gpipe.checkpoint.save import make_directory, remove, replace_file, writing
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.errors import DataError, RecipeError
@@ -211,9 +211,9 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[str
     for name in (METRICS_FILE, TRANSLATIONS_FILE, PAGE_FILE):
         (output_dir / name).unlink(missing_ok=True)
     if table is not None:
-        (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
+        replace_file(output_dir / TABLE_FILE, table.text())
         recipe = recipe.replace(pipeline=recipe.pipeline.replace(schedule=str(output_dir / TABLE_FILE)))
-    (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
+    replace_file(output_dir / RECIPE_FILE, recipe.to_yaml())
     return [str(path) for path in deleted]
 
 

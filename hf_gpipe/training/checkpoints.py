@@ -36,6 +36,7 @@ from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers import CONFIG_NAME
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.text import size_text
+from hf_gpipe.training.master_weights import SLOT
 from hf_gpipe.training.optim import set_rates, updated_parameters
 from hf_gpipe.training.steps import OLDER_DATA_FACTS
 from hf_gpipe.training.trainer_interface import TrainerInterface
@@ -141,11 +142,12 @@ class Checkpoints:
         set_rates(optimizer, scheduler)
         if trainer.master_weights is not None:
             trainer.master_weights.restore(optimizer)
+        else:
+            # A run with float32 copies has saved them; kept, they would be saved again, and be those of old weights.
+            for slots in optimizer.state.values():
+                slots.pop(SLOT, None)
         if trainer.scaler is not None and saved.loss_scale is not None:
-            try:
-                trainer.scaler.load_state_dict(saved.loss_scale)
-            except KeyError as error:
-                raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
+            trainer.scaler.load_state_dict(saved.loss_scale)
         self._pipe.step = saved.pipeline_step
         if self._args.ignore_data_skip:
             saved.position = DataPosition(epoch=saved.position.epoch, mini_batches=0)

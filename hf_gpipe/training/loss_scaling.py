@@ -15,6 +15,8 @@ import torch
 
 from hf_gpipe.libraries.torch import multiply_all
 
+#: Where a gradient is infinite even under this scale, the scale is not the reason.
+SMALLEST = torch.finfo(torch.float16).tiny
 #: The largest float32: GradScaler's scale is a float32 and does not grow beyond it.
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -58,11 +60,11 @@ class LossScaler:
             if self.scale * self.growth_factor <= _LARGEST:
                 self.scale *= self.growth_factor
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """The entries of GradScaler.state_dict, as JSON values."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Raises KeyError where an entry is missing."""
-        for name, default in asdict(LossScaler()).items():
-            setattr(self, name, type(default)(state[name]))
+        """Load what `state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -103,7 +103,7 @@ class MasterWeights:
                 copy.data = copy.data.new_empty(0) if part is None else self._copy(part)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The parameters that have a copy; None: none has."""
+        """The part of a tensor of a parameter's shape that has a copy here; None: nothing has."""
         return tensor if self._shards is None else self._shards.own(name, tensor)
 
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -152,8 +152,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the copies out of a loaded optimizer state, or make them of the weights where it has none."""
+        """Take the copies out of an optimizer state, where it has them; elements that are not their weight's follow it.
+
+        The weights may have changed without their copies: by a script, by loading the best checkpoint, or in a run
+        without copies that has kept the state of a run that had some.
+        """
         for name, weight in self._weights.items():
             if (own := self._own(name, weight)) is not None:
                 copy = self.copies[name]
-                copy.copy_(optimizer.state[copy].pop(SLOT, own))
+                saved, values = optimizer.state.get(copy, {}).pop(SLOT, copy), own.to(copy.device)
+                copy.copy_(torch.where(saved.to(own.dtype) == values, saved, values))

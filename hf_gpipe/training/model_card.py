@@ -10,6 +10,7 @@ import transformers
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
+from hf_gpipe.checkpoint.save import replace_file
 from hf_gpipe.libraries.transformers_trainer import TrainingSummary
 
 logger = transformers.logging.get_logger(__name__)
@@ -39,7 +40,7 @@ def write_card(trainer: Any, directory: Path, kept: dict[str, Any]) -> None:
     if (size := trainer.args.size).rows_of_step not in (None, size.rows):
         summary.hyperparameters["total_train_batch_size"] = size.rows_of_step
     summary.hyperparameters |= pipe.config.in_short
-    path.write_text(summary.to_model_card(), encoding="utf-8")
+    replace_file(path, summary.to_model_card())
     if pipe.adapter.peft is not None:
         card = ModelCard.load(path)
         card.data.library_name = "peft"

@@ -167,6 +167,8 @@ def prepare_optimizer(trainer: TrainerInterface, num_steps: int) -> Optimizer:
     check_optimizer(trainer.optimizer, updated_parameters(trainer).values())
     warn_of_lost_updates(trainer)
     shard_optimizer(trainer)
+    if trainer.master_weights is not None:
+        trainer.master_weights.restore(trainer.optimizer)
     return trainer.optimizer
 
 

@@ -16,7 +16,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
-from hf_gpipe.checkpoint.save import writing
+from hf_gpipe.checkpoint.save import replace_file, writing
 from hf_gpipe.errors import UserError
 from hf_gpipe.training.meter import STAGE_PEAK
 
@@ -150,7 +150,7 @@ class MetricsFile(TrainerCallback):
             lines = path.read_text(errors="replace").splitlines() if path.exists() and state.global_step else []
             kept = [line for line in lines if _step(line) <= state.global_step]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(f"{line}\n" for line in kept))
+            replace_file(path, "".join(f"{line}\n" for line in kept))
 
     def on_log(
         self,

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UserError, listed
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.libraries.transformers_trainer import CallbackHandler, PredictionOutput, TrainOutput
 from hf_gpipe.losses.custom import loss_of_function
@@ -310,11 +310,7 @@ class PipelineTrainer(TrainerInterface):
             generation: with `predict_with_generate`, keyword arguments of `generate`.
         """
         self._check_surface()
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            part = self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None
-            return self._evaluate_one(part, metric_key_prefix, generation)
-        dataset = self._by_name(dataset)
+        dataset = self._by_name(self.eval_dataset if eval_dataset is None else eval_dataset)
         if not isinstance(dataset, Mapping):
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
@@ -324,10 +320,28 @@ class PipelineTrainer(TrainerInterface):
 
     def _by_name(self, given: Any) -> Any:
         """The dataset to evaluate; a dict by name where the main process has several, with None in other processes."""
-        names = self.world.from_main(lambda: list(given) if isinstance(given, Mapping) else None)
+        named: list[Any] = []
+
+        def find() -> list[str] | None:
+            named.append(self._named(given))
+            return list(named[0]) if isinstance(named[0], Mapping) else None
+
+        names = self.world.from_main(find)
+        if isinstance(given, str):
+            given = named[0] if named else None
         if names is None:
             return given
         return {name: given[name] if isinstance(given, Mapping) else None for name in names}
+
+    def _named(self, dataset: Any) -> Any:
+        """A dataset to evaluate, which may be given by its name. Raises UserError where none has that name."""
+        if not isinstance(dataset, str):
+            return dataset
+        known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if dataset not in known:
+            names = f"its names are {listed(list(known))}" if known else "the trainer's is no dict of several"
+            raise UserError(f"eval_dataset={dataset!r}: no dataset has that name, {names}; give one of them, or rows")
+        return known[dataset]
 
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
         batches = self._evaluated(dataset, generation, "eval")
@@ -410,9 +424,7 @@ class PipelineTrainer(TrainerInterface):
         Raises UserError in a process that has no such dataset.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        return self._eval_batches(given(dataset, _REQUIRED["eval"]))
+        return self._eval_batches(given(self._named(dataset), _REQUIRED["eval"]))
 
     def get_test_dataloader(self, test_dataset: Any) -> MiniBatches:
         """The mini-batches of a prediction."""

@@ -17,6 +17,7 @@ from hf_gpipe.runtime.shards import treats_parameters_alone
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.loss_scaling import SMALLEST
 from hf_gpipe.training.optim import step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.trainer_interface import TrainerInterface
@@ -211,17 +212,19 @@ class Updates:
         """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
         scaler, reaction = self.trainer.scaler, self._args.on_nonfinite_loss
         has_overflowed = scaler is not None and not math.isfinite(norm)
-        if scaler is not None:
+        if scaler is not None and not (has_overflowed and scaler.scale <= SMALLEST):
+            # An infinite gradient of a finite loss only says that the scale is too large.
             scaler.update(has_overflowed)
-        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
-        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
-            return not has_overflowed
+            if math.isfinite(loss):
+                return not has_overflowed
+        if math.isfinite(loss) and math.isfinite(norm):
+            return True
         if reaction == "stop":
             raise NonFiniteError(
                 f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
                 "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
             )
-        if reaction == "skip" and self._world.is_main:
+        if (reaction == "skip" or has_overflowed) and self._world.is_main:
             logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
         return reaction == "ignore" and not has_overflowed
 

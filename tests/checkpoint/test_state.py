@@ -32,6 +32,7 @@ from hf_gpipe.checkpoint.save import written_whole
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, DataPosition, RunState, load_state, read_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World
+from hf_gpipe.training.loss_scaling import LossScaler
 from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
@@ -229,7 +230,7 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
         data={"b": 0.1},
         evaluation_is_due=True,
         num_micro_batches=4,
-        loss_scale={"scale": 0.5},
+        loss_scale=LossScaler(0.5).state_dict(),
         has_digests=True,
     )
     writer = pipe.weights.writer()
@@ -265,6 +266,17 @@ def test_progress_of_older_versions_is_read(checkpoint: Path) -> None:
         file.write_text(json.dumps(content | {"progress": damaged}))
         with pytest.raises(CheckpointError, match=f"'{name}' is missing in progress"):
             read_state(checkpoint)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 0.0), ("growth_interval", -1)])
+def test_a_scale_that_divides_nothing_is_found(name: str, value: float | None, checkpoint: Path) -> None:
+    """A scale of 0 was read, and the first step divided by it."""
+    file = checkpoint / FOLDER / STATE_FILE
+    content = json.loads(file.read_text())
+    content["progress"]["loss_scale"] = LossScaler().state_dict() | {name: value}
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"damaged: progress\.loss_scale\.{name} is .*, expected"):
+        read_state(checkpoint)
 
 
 # ---------------------------------------------------------------------- directories

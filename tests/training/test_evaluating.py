@@ -129,6 +129,9 @@ def test_the_order_of_arguments_is_the_plain_trainer_s(tmp_path: Path) -> None:
     assert "valid_loss" in made.evaluate(Rows(3), None, "valid")
     assert "eval_loss" in made.evaluate("two")
     assert "eval_two_loss" in made.evaluate()
+    for call in (made.evaluate, made.get_eval_dataloader):
+        with pytest.raises(UserError, match="eval_dataset='three': no dataset has that name, its names are one, two;"):
+            call("three")
     assert "probe_loss" in made.predict(Rows(3), ["logits"], "probe").metrics
     with pytest.raises(UserError, match="num_beams: generation needs predict_with_generate"):
         made.evaluate(Rows(3), num_beams=2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.text import num_tokens
+from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.memory import peak_memory_bytes
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Action
@@ -130,3 +132,20 @@ def test_damaged_lines_of_the_metrics_are_left_out_of_a_resumed_run(tmp_path: Pa
     arguments = TrainingArguments(output_dir=str(tmp_path))
     MetricsFile().on_train_begin(arguments, TrainerState(global_step=2), TrainerControl())
     assert (tmp_path / "metrics.jsonl").read_bytes() == good
+
+
+def test_metrics_stay_where_a_resumed_training_cannot_write_them(tmp_path: Path) -> None:
+    """A full disk emptied the file of a training that was to go on: its lines were written again in place."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2)))
+    before = path.read_bytes()
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, most))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*File too large"):
+            MetricsFile().on_train_begin(
+                TrainingArguments(output_dir=str(tmp_path)), TrainerState(global_step=2), TrainerControl()
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]

@@ -18,7 +18,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.training import base
-from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.loss_scaling import SMALLEST, LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, plain_model, tiny_config
@@ -206,6 +206,22 @@ def test_all_processes_skip_the_update_that_overflows(train: Callable[[str], tup
         assert all(torch.allclose(found[4][name], tensor, atol=1e-6) for name, tensor in parameters.items())
 
 
+@pytest.mark.parametrize("reaction", ["stop", "ignore"])
+def test_gradients_that_are_no_numbers_under_any_scale(reaction: str, tmp_path: Path) -> None:
+    """All steps were skipped without a word, and after a thousand of them the scale was 0 and divided the norm."""
+    made = trainer(tmp_path, family="llama", fp16=True, max_steps=4, num_stages=1, on_nonfinite_loss=reaction)
+    next(made.pipe.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    made.scaler.scale = 2 * SMALLEST  # type: ignore[union-attr]
+    before = weights(made)
+    if reaction == "stop":
+        with pytest.raises(NonFiniteError, match=r"step 2: the loss is .* and the gradient's norm nan; lower"):
+            made.train()
+    else:
+        made.train()
+    assert made.scaler.scale == SMALLEST  # type: ignore[union-attr]
+    assert all(torch.equal(before[name], weight) for name, weight in weights(made).items())
+
+
 def test_the_scale_is_resumed(tmp_path: Path) -> None:
     def run(folder: Path, **values: Any) -> Any:
         made = trainer(folder, family="llama", fp16=True, max_steps=6, save_strategy="steps", save_steps=3, **values)
@@ -348,6 +364,42 @@ def test_a_gradient_too_small_for_float16_reaches_its_copy() -> None:
     weight.grad, masters.loss_scale = torch.full_like(weight, 2.0**-10), 2.0**12
     optimizer.step()
     assert torch.equal(masters.copies["weight"].detach(), torch.full((3,), 1 - 2.0**-22))
+
+
+def _with_copies(folder: Path, steps: int, *, copies: bool = True, **options: Any) -> PipelineTrainer:
+    common: dict[str, Any] = {"train_dataset": CausalRows(), "num_stages": 1, "learning_rate": 1e-2}
+    common |= {"model": in_bfloat16(), "max_steps": steps, "fp32_master_weights": copies}
+    return trainer(folder, **common | options)
+
+
+def test_copies_follow_weights_that_a_script_changes(tmp_path: Path) -> None:
+    """The first update put the weights back that the model had when the trainer was made, and trained those."""
+    model, recorders = in_bfloat16(), (Recorder(), Recorder())
+    late = _with_copies(tmp_path, 3, callbacks=[recorders[0]])
+    with torch.no_grad():
+        for parameters in (model.parameters(), late.pipe.parameters()):
+            for parameter in parameters:
+                parameter.mul_(0.75)
+    early = _with_copies(tmp_path, 3, model=model, callbacks=[recorders[1]])
+    early.train()
+    late.train()
+    assert recorders[0].losses == recorders[1].losses
+    assert all(torch.equal(weights(late)[name], weight) for name, weight in weights(early).items())
+
+
+def test_copies_of_weights_that_another_run_has_trained_are_dropped(tmp_path: Path) -> None:
+    """A run without copies kept those of its checkpoint, and saved them; the next run put them in place of weights."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    _with_copies(tmp_path, 2, **saving).train()
+    between = _with_copies(tmp_path, 4, copies=False, **saving)
+    between.train(resume_from_checkpoint=True)
+    assert {slot for slots in between.made_optimizer().state.values() for slot in slots} == {
+        *("step", "exp_avg", "exp_avg_sq")
+    }
+    last = _with_copies(tmp_path, 4)
+    last.train(resume_from_checkpoint=True)
+    assert last.master_weights is not None
+    assert all(torch.equal(last.master_weights.copies[name], w.float()) for name, w in weights(between).items())
 
 
 def test_sums_in_float16_are_for_cards_that_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
