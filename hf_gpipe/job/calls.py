@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.job import Job
-from hf_gpipe.libraries.torch import default_store
 
 Self = TypeVar("Self")
 Parameters = ParamSpec("Parameters")
@@ -34,7 +33,7 @@ class _Calls:
 
     def __init__(self, world: dist.ProcessGroup | None) -> None:
         self.world = world
-        self._store, self._num_calls, self._process = default_store(), 0, os.getpid()
+        self._store, self._num_calls, self._process = Job.current().store_of_group(), 0, os.getpid()
         atexit.register(self._end)
 
     def _end(self) -> None:

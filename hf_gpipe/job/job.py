@@ -96,7 +96,7 @@ class Job:
         self._ranks: tuple[RankFacts, ...] = ()
         self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
-        self._num_exchanges = 0
+        self._num_groups = 0
         self._abort_file: int | None = None
 
     @classmethod
@@ -126,16 +126,20 @@ class Job:
         """
         self._follow_default_group()
         if not self._ranks:
-            store, limit = signed(default_store(), "group"), max(self.apart, self.limit)
-            place = store, dist.get_rank(), dist.get_world_size(), limit, f"hf_gpipe/started/{self._num_exchanges}"
-            self._num_exchanges += 1
-            self._ranks = facts.exchange(*place)
+            store, limit = signed(self.store_of_group(), "group"), max(self.apart, self.limit)
+            self._ranks = facts.exchange(store, dist.get_rank(), dist.get_world_size(), limit, "hf_gpipe/started")
         return self._ranks
+
+    def store_of_group(self) -> dist.Store:
+        """The store of the default group, without what was written for an earlier one, since torchrun's goes on."""
+        self._follow_default_group()
+        return dist.PrefixStore(f"hf_gpipe/group/{self._num_groups}", default_store())
 
     def _follow_default_group(self) -> None:
         """Forget what belongs to a default group that the user has ended, before joining another."""
         if self._world is not dist.group.WORLD:
             self._world, self._common_groups, self._ranks = dist.group.WORLD, {}, ()
+            self._num_groups += self._world is not None
             if self.liveness is not None:
                 self.liveness.stop()
                 self.liveness = None
@@ -156,7 +160,7 @@ class Job:
     def wait_for_all(self, what: str, longest: float = math.inf, thread: str = "") -> None:
         """Wait until every process calls this, for as long as all say that they are there (`Liveness.wait`)."""
         if self.liveness is None:
-            self.liveness = Liveness(default_store(), dist.get_rank(), dist.get_world_size(), self.limit)
+            self.liveness = Liveness(self.store_of_group(), dist.get_rank(), dist.get_world_size(), self.limit)
         self.liveness.wait(lambda: dist.barrier(group=self.waiting_group(thread)), what, longest, thread)
 
     def waiting_group(self, thread: str = "") -> dist.ProcessGroup:

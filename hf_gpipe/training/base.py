@@ -225,11 +225,15 @@ def loss_scaler(pipe: Pipeline, args: PipelineTrainingArguments) -> LossScaler |
     Raises UserError where updated weights would be in half precision, or frozen ones in bfloat16."""
     if pipe.adapter.autocast is None or pipe.adapter.autocast.dtype != torch.float16:
         return None
-    has_copies = args.fp32_master_weights or pipe.adapter.peft is not None
-    if pipe.adapter.dtype not in (torch.float32, torch.float64, *[torch.float16] * has_copies):
+    exact, has_copies = (torch.float32, torch.float64), args.fp32_master_weights
+    trained = {name: p.dtype for name, p in pipe.named_parameters() if p.requires_grad and p.dtype not in exact}
+    wrong = [] if has_copies else [f"{name}, which is trained, is {dtype}" for name, dtype in trained.items()]
+    if pipe.adapter.dtype not in (*exact, *[torch.float16] * (has_copies or pipe.adapter.peft is not None)):
+        wrong = [f"the weights are {pipe.adapter.dtype}"]
+    if wrong:
         raise UserError(
-            f"fp16: the weights are {pipe.adapter.dtype}, and a scaled loss needs updates in float32; load the model "
-            "in float32, or in float16 with fp32_master_weights=True or adapters, or use bf16"
+            f"fp16: {wrong[0]}, and a scaled loss needs updates in float32; load the model "
+            "in float32, or in float16 with fp32_master_weights=True or adapters in float32, or use bf16"
         )
     return LossScaler()
 

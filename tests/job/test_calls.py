@@ -6,8 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.job import Job
 from tests.gloo import run_gloo
 from tests.training.toy import trainer
 
@@ -43,3 +45,18 @@ def test_a_call_that_one_process_makes_alone(tmp_path: Path) -> None:
     assert ended.startswith(
         "process 0 called PipelineTrainer.evaluate and process 1 has ended without that call; every "
     )
+
+
+def test_a_second_group_has_calls_of_its_own() -> None:
+    """In the store of torchrun, which goes on, a process found the calls of an earlier group as those of another."""
+    store, job, seen = dist.HashStore(), Job(), []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            own = job.store_of_group()
+            seen.append(own.check(["hf_gpipe/calls/1/1"]))
+            own.set("hf_gpipe/calls/1/1", "Pipeline.save_pretrained")
+            assert job.store_of_group().check(["hf_gpipe/calls/1/1"])
+        finally:
+            dist.destroy_process_group()
+    assert seen == [False, False]

@@ -355,6 +355,14 @@ def test_float16_weights_train_as_in_a_plain_loop(has_adapters: bool, max_norm: 
         assert (change - whole).norm() < 0.01 * whole.norm(), name
 
 
+def test_weights_beside_adapters_are_not_trained_in_float16(tmp_path: Path) -> None:
+    """A head that was trained with adapters had updates in float16, of which torch's scaler refuses to unscale any."""
+    model = plain_model(tiny_config("llama", tied=False), dtype=torch.float16)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with pytest.raises(UserError, match=r"fp16: \S*lm_head\S+, which is trained, is torch\.float16, and a scaled loss"):
+        trainer(tmp_path, model=model, train_dataset=CausalRows(), fp16=True)
+
+
 def test_a_gradient_too_small_for_float16_reaches_its_copy() -> None:
     """Divided by the scale in float16, a gradient below 3e-8 would be 0."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
