@@ -39,7 +39,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.optim import step_stage
 from hf_gpipe.training.trainer import PipelineTrainer
-from hf_gpipe.training.updates import are_beside
+from hf_gpipe.training.updates import updates_in_backward
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE, PAGE_FILE = "recipe.yaml", "metrics.json", "timeline.png", "run.html"
 #: One JSON object a line: language, source, target and translation of a pair that was evaluated.
@@ -156,7 +156,7 @@ def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timelin
 
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    if are_beside(trainer):
+    if updates_in_backward(trainer):
         timelines = measure_step(pipe, batch, update_beside=partial(step_stage, trainer))
     else:
         timelines = measure_step(pipe, batch, update=update_stage if pipe.runs_windows else update)

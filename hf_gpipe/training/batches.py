@@ -46,10 +46,10 @@ def batches_of(
     )
 
 
-def given(dataset: Any, required: str) -> Any:
-    """The dataset. Raises UserError, which says what is required, where it is None."""
+def required(dataset: Any, problem: str) -> Any:
+    """The dataset. Raises UserError with the text `problem` where it is None."""
     if dataset is None:
-        raise UserError(required)
+        raise UserError(problem)
     return dataset
 
 

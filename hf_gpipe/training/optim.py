@@ -123,12 +123,8 @@ def step_stage(trainer: TrainerInterface, stage: int) -> None:
 
     Other parameters are hidden behind parameters without gradient, so that each parameter keeps its place in its group.
     """
-    updated, names, optimizer = (
-        updated_parameters(trainer),
-        trainer.pipe.weights.names_of(stage),
-        trainer.made_optimizer(),
-    )
-    own = {updated[name] for name in names if name in updated}
+    updated, optimizer = updated_parameters(trainer), trainer.made_optimizer()
+    own = {updated[name] for name in trainer.pipe.weights.names_of(stage) if name in updated}
     absent, groups = torch.nn.Parameter(torch.empty(0)), optimizer.param_groups
     optimizer.param_groups = [
         {**group, "params": [parameter if parameter in own else absent for parameter in group["params"]]}

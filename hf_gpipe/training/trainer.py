@@ -49,7 +49,7 @@ from hf_gpipe.training.base import (
     set_up_model,
     sum_in_float16,
 )
-from hf_gpipe.training.batches import batches_of, example_of_training, given
+from hf_gpipe.training.batches import batches_of, example_of_training, required
 from hf_gpipe.training.evaluator import Evaluator, check_evaluations, check_metrics
 from hf_gpipe.training.given import take_given
 from hf_gpipe.training.hub import HubUploads
@@ -411,7 +411,7 @@ class PipelineTrainer(TrainerInterface):
 
         Raises UserError in a process that has no training dataset.
         """
-        args, dataset = self.args, given(self.train_dataset, _REQUIRED["train"])
+        args, dataset = self.args, required(self.train_dataset, _REQUIRED["train"])
         return replace(
             batches_of(self, dataset, args.size, args.train_sampling_strategy),
             drop_last=args.dataloader_drop_last,
@@ -424,11 +424,11 @@ class PipelineTrainer(TrainerInterface):
         Raises UserError in a process that has no such dataset.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._eval_batches(given(self._named(dataset), _REQUIRED["eval"]))
+        return self._eval_batches(required(self._named(dataset), _REQUIRED["eval"]))
 
     def get_test_dataloader(self, test_dataset: Any) -> MiniBatches:
         """The mini-batches of a prediction."""
-        return self._eval_batches(given(test_dataset, _REQUIRED["test"]))
+        return self._eval_batches(required(test_dataset, _REQUIRED["test"]))
 
     def train_batches(self) -> MiniBatches | OwnLoader | None:
         """The mini-batches of the training; None in processes that do not read data."""

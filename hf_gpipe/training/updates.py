@@ -37,7 +37,7 @@ def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[
                 yield callback, event
 
 
-def are_beside(trainer: TrainerInterface) -> bool:
+def updates_in_backward(trainer: TrainerInterface) -> bool:
     """Whether shared stages are updated beside backwards: where an update needs the gradients of its stage alone, and
     nothing reads all stages' gradients before it. Every process calls it, and all get the same answer."""
     if not trainer.pipe.steps.can_update_beside or trainer.updates_per_step > 1 or _needs_numbers(trainer):
@@ -81,13 +81,13 @@ class Updates:
         self._most_rows = 0
         self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
         #: The answer of all processes, whose tables must be the same.
-        self._is_beside = are_beside(trainer)
+        self._updates_in_backward = updates_in_backward(trainer)
 
     @property
     def wait(self) -> bool:
         if _needs_numbers(self.trainer):
             return True
-        return self._world.num_processes == 1 and not self._is_beside
+        return self._world.num_processes == 1 and not self._updates_in_backward
 
     def run(self, window: Sequence[Sequence[Batch]]) -> None:
         """Make the update of a step from its mini-batches, or the updates of a window."""
@@ -137,16 +137,12 @@ class Updates:
         if self.wait:
             self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
-            beside = self._update_stage if self._is_beside else None
-            update = partial(self._update, len(group), is_done=beside is not None)
-            numbers = self._pipe.steps.train_ahead(group, times, update, beside)
+            update = partial(self._update, len(group), is_done=self._updates_in_backward)
+            of_stage = partial(step_stage, self.trainer) if self._updates_in_backward else None
+            numbers = self._pipe.steps.train_ahead(group, times, update, of_stage)
             self.read_late_numbers()
             self._late_numbers = step, numbers
         self._pipe.zero_grad()
-
-    def _update_stage(self, stage: int) -> None:
-        """Update a shared stage, beside backwards."""
-        step_stage(self.trainer, stage)
 
     def _update(
         self,
