@@ -48,6 +48,15 @@ _Optimizer = TypedDict(
 )
 
 
+class Place(TypedDict):
+    """Where an iterable dataset stands (`MiniBatches.place`)."""
+
+    state: Any
+    """The dataset's own state at the start of a pool of rows; None: at the beginning of its epoch."""
+    done: strict_json.Number
+    """The mini-batches of the pool that are done."""
+
+
 class DataPosition(BaseModel):
     """A place in the data: so many mini-batches of this epoch have been trained on."""
 
@@ -55,8 +64,8 @@ class DataPosition(BaseModel):
 
     epoch: strict_json.Number
     mini_batches: strict_json.Number
-    place: dict[str, Any] | None = None
-    """Where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known."""
+    place: Place | None = None
+    """Where an iterable dataset stands there, in the main process; None: not known."""
 
 
 class _LossScale(TypedDict):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.adapters.text_entries import IDS, token_ids
+from hf_gpipe.checkpoint.state import Place
 from hf_gpipe.data.batches import (
     distinct_batches,
     length_bucketed_batches,
@@ -97,7 +98,7 @@ class MiniBatches:
         whole, rest = divmod(len(self.dataset), size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def epoch(self, epoch: int, start: int = 0, place: Mapping[str, Any] | None = None) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0, place: Place | None = None) -> Iterator[Batch]:
         """The mini-batches of an epoch from number `start` on. A map-style dataset does not load those before.
 
         Args:
@@ -126,7 +127,7 @@ class MiniBatches:
         # Prompts have no labels before they are answered.
         return max(first, key=lambda batch: len(next(iter(batch.values())))) if self.size.known_rows else first[0]
 
-    def place(self, number: int) -> dict[str, Any] | None:
+    def place(self, number: int) -> Place | None:
         """The place of mini-batch `number` in the epoch being read, for `epoch` of another run, as JSON values.
 
         None for a map-style dataset, whose mini-batches have an index, and for an iterable dataset without `state_dict`
@@ -228,7 +229,7 @@ class MiniBatches:
                 f"column {self.length_column!r}, or a dataset with an attribute `lengths`"
             ) from error
 
-    def _read(self, epoch: int, start: int, place: Mapping[str, Any] | None) -> Iterator[Batch]:
+    def _read(self, epoch: int, start: int, place: Place | None) -> Iterator[Batch]:
         """Read the mini-batches of an iterable dataset. Without a place, those before `start` are read and skipped."""
         if self.workers is not None:
             raise UserError("dataloader_num_workers: an iterable dataset is read by the main process; use 0")

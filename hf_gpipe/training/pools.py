@@ -16,10 +16,11 @@ from torch.utils.data import IterableDataset
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import IDS, has_ids, token_ids
+from hf_gpipe.checkpoint.state import Place
 from hf_gpipe.data.batches import POOL_BATCHES, cut_evenly, num_token_batches
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.stream import has_state, is_of_datasets
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe.batch_size import BatchSize
 
 # The most rows and target tokens of a pool, about, or one mini-batch: it is in memory as Python objects.
@@ -84,7 +85,7 @@ class DataPositions:
         self._dataset = dataset
         self._starts: list[tuple[int, Any]] = []
 
-    def begin(self, start: int, place: Mapping[str, Any] | None) -> int:
+    def begin(self, start: int, place: Place | None) -> int:
         """Send the dataset to the pool of a `place`, or leave it at the beginning of its epoch.
 
         Args:
@@ -104,7 +105,15 @@ class DataPositions:
                     "the checkpoint says where its dataset stood, and this one has no load_state_dict; resume with the "
                     "same data, or use ignore_data_skip=True to begin them anew"
                 )
-            self._dataset.load_state_dict(state)
+            try:
+                self._dataset.load_state_dict(state)
+            except UserError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise DataError(
+                    f"the place in the data that the checkpoint has does not fit this dataset: {error!r}; resume with "
+                    "the same data, or use ignore_data_skip=True to begin them anew"
+                ) from error
             if is_of_datasets(self._dataset):
                 _sent.add(self._dataset)
         elif is_of_datasets(self._dataset) and self._dataset in _sent:
@@ -118,7 +127,7 @@ class DataPositions:
         if has_state(self._dataset):
             self._starts.append((number, self._dataset.state_dict()))
 
-    def at(self, number: int) -> dict[str, Any] | None:
+    def at(self, number: int) -> Place | None:
         """The place of mini-batch `number`, in a form that JSON can hold; earlier positions are forgotten.
 
         None where only reading from the beginning leads there.

@@ -225,7 +225,7 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
     run = RunState(
-        position=DataPosition(epoch=1, mini_batches=2, place={"a": [1, None]}),
+        position=DataPosition(epoch=1, mini_batches=2, place={"state": {"a": [1, None]}, "done": 1}),
         pipeline_step=3,
         data={"b": 0.1},
         evaluation_is_due=True,
