@@ -196,7 +196,7 @@ def test_what_a_stream_cannot_do() -> None:
     with pytest.raises(DataError, match="no load_state_dict"):
         MiniBatches(Stream(), COLLATE, BatchSize(4)).epoch(0, 1, {"state": {"number": 4}, "done": 0})
     # Another dataset's state was a KeyError, with a traceback and without a way on.
-    with pytest.raises(DataError, match="does not fit this dataset: KeyError.*; resume with the same data"):
+    with pytest.raises(DataError, match=r"does not fit this dataset: KeyError.*; resume with the same data"):
         MiniBatches(StatefulStream(), COLLATE, BatchSize(4)).epoch(0, 1, {"state": {"line": 4}, "done": 0})
     assert MiniBatches(Stream(), COLLATE, BatchSize(4, 9)).count() is None
     batches = MiniBatches(Stream(), COLLATE, BatchSize(4))
