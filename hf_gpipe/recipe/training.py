@@ -148,6 +148,12 @@ class TrainingSection(TrainingMeaning, Settings):
     """Whether the optimizer's state is in CPU memory, where copies of the weights are updated: for GPUs that have too
     little memory for it. A step then waits for the CPU's update and for the copies of gradients and weights."""
 
+    optimizer_state_dir: Annotated[Place | None, MAY_CHANGE] = None
+    """Folder on a fast disk of each machine, in whose files the optimizer's state and master weights are that would be
+    in CPU memory: with `offload_optimizer`, with `offload_weights: all`, and on a CPU. Updates then read and write the
+    files; what CPU memory has room for stays in the operating system's cache. The files have no names, and are gone
+    when the run ends. null: they are in CPU memory."""
+
     on_nonfinite_loss: Annotated[Literal["ignore", "skip", "stop"], MAY_CHANGE] = "ignore"
     """Action if a step's loss or gradient is inf or NaN. ignore: update anyway, as transformers' Trainer does; skip: no
     update, on all stages; stop: fail."""

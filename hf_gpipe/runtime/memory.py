@@ -1,13 +1,17 @@
-"""The memory of this process: the most that it has held, on its CUDA devices or in main memory."""
+"""The memory of this process: the most that it has held, on its CUDA devices or in main memory, and mapped files."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
 import sys
+import tempfile
 from collections.abc import Collection
+from io import FileIO
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,6 +25,29 @@ ALIGNMENT = 512
 def aligned(size: int) -> int:
     """A number of bytes rounded up, so that another tensor can begin after them."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def reserved_file(folder: Path, size: int) -> FileIO:
+    """Open a new file of so many zeros, which has its room, for memory that is mapped.
+
+    It has no name, so it is gone with the last process that has it open or maps it, however that ends.
+
+    Raises:
+        OSError: the folder cannot be written to, or has too little room.
+    """
+    file = cast(FileIO, tempfile.TemporaryFile(dir=folder, buffering=0))
+    try:
+        # Without it a write to memory that is not there would end the process.
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def path_of(file: FileIO) -> str:
+    """The path under which processes of this user open a file without a name, while it is open here."""
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def peak_memory_bytes(devices: Collection[torch.device]) -> int:

@@ -49,7 +49,7 @@ def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = SET
     Raises:
         UserError: neither is known of its class.
     """
-    cls, name = type(optimizer), _name_of(optimizer)
+    cls, name = type(optimizer), name_of(optimizer)
     if name in _BY_ELEMENT:
         return True
     if name in _BY_PARAMETER:
@@ -64,10 +64,11 @@ def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = SET
 
 def treats_parameters_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known of an optimizer that its update of a parameter does not depend on other parameters."""
-    return _name_of(optimizer) in _BY_ELEMENT | _BY_PARAMETER
+    return name_of(optimizer) in _BY_ELEMENT | _BY_PARAMETER
 
 
-def _name_of(optimizer: torch.optim.Optimizer) -> str:
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Package and class of an optimizer."""
     # A subclass may do something else in a step.
     cls = type(optimizer)
     return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"

@@ -21,6 +21,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, Shards
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.disk_state import zeros_on_disk
 
 #: The name of a copy among the entries of its parameter's optimizer state, in a checkpoint.
 SLOT = "master_weight"
@@ -33,13 +34,19 @@ class MasterWeights:
         parameters: name -> parameter. Copies in float32 need all trainable parameters in half precision.
         in_float32: whether the copies are in float32; otherwise they have the type of the weights.
         on_host: whether the copies are in CPU memory; otherwise they are where the weights are.
+        folder: where the files are that those in CPU memory are in (`hf_gpipe.training.disk_state`); None: in none.
 
     Raises:
-        UserError: a parameter is not in half precision, or is in CPU memory itself.
+        UserError: a parameter is not in half precision, or is in CPU memory itself; or the folder has too little room.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], *, in_float32: bool = True, on_host: bool = False
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        in_float32: bool = True,
+        on_host: bool = False,
+        folder: str | None = None,
     ) -> None:
         self._weights = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         for name, weight in self._weights.items():
@@ -53,14 +60,14 @@ class MasterWeights:
                     "offload_optimizer: the weights are in CPU memory, and so the optimizer's state is "
                     "there already; leave the argument out"
                 )
-        self.in_float32, self._on_host = in_float32, on_host
+        self.in_float32, self._on_host, self._folder = in_float32, on_host, folder
         #: What the weights' gradients are divided by, in the type of the copies: float16 has no values as small.
         self.loss_scale = 1.0
         #: The argument that asks for the copies.
         self.asked_by = "fp32_master_weights" if in_float32 else "offload_optimizer"
         self._shards: Shards | None = None
         #: The copies, by name. After `shard` they copy this replica's shards, and are empty where it has none.
-        self.copies = {name: torch.nn.Parameter(self._copy(weight)) for name, weight in self._weights.items()}
+        self.copies = {name: torch.nn.Parameter(copy) for name, copy in self._copies(self._weights).items()}
 
     @classmethod
     def of(cls, args: PipelineTrainingArguments, pipe: Pipeline) -> MasterWeights | None:
@@ -68,13 +75,21 @@ class MasterWeights:
         if not (args.fp32_master_weights or args.offload_optimizer):
             return None
         parameters = dict(pipe.named_parameters())
-        return cls(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
+        where = {"on_host": args.offload_optimizer, "folder": args.optimizer_state_dir}
+        return cls(parameters, in_float32=args.fp32_master_weights, **where)
 
     @torch.no_grad()
-    def _copy(self, weight: torch.Tensor) -> torch.Tensor:
-        where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if self._on_host else {"device": weight.device}
-        copy = torch.empty_like(weight, dtype=torch.float32 if self.in_float32 else weight.dtype, **where)
-        return copy.copy_(weight)
+    def _copies(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def empty(weight: torch.Tensor, **where: Any) -> torch.Tensor:
+            return torch.empty_like(weight, dtype=torch.float32 if self.in_float32 else weight.dtype, **where)
+
+        copies: dict[str, torch.Tensor] = {}
+        if self._folder is not None:
+            hosted = {n: empty(w, device="meta") for n, w in weights.items() if self._on_host or w.device.type == "cpu"}
+            on_disk = zeros_on_disk(self._folder, list(hosted.values()), "copies of the weights")
+            copies = dict(zip(hosted, on_disk, strict=True))
+        pinned = {"device": "cpu", "pin_memory": True} if self._on_host else {}
+        return {n: (copies[n] if n in copies else empty(w, **pinned)).copy_(w) for n, w in weights.items()}
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Let every step of an optimizer of `copies` begin with the weights' gradients and end with new weights."""
@@ -100,7 +115,7 @@ class MasterWeights:
             part = shards.own(name, copy.data)
             if part is not copy.data:
                 # A clone would not be pinned.
-                copy.data = copy.data.new_empty(0) if part is None else self._copy(part)
+                copy.data = copy.data.new_empty(0) if part is None else self._copies({name: part})[name]
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of a tensor of a parameter's shape that has a copy here; None: nothing has."""

@@ -16,6 +16,7 @@ from hf_gpipe.libraries.transformers_trainer import AdafactorSchedule
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, treats_elements_alone
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.disk_state import DiskState
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -112,6 +113,21 @@ def shard_optimizer(trainer: TrainerInterface) -> None:
         shards.serve(optimizer)
 
 
+def keep_state_on_disk(trainer: TrainerInterface) -> None:
+    """Move the optimizer's state to the disk, if the arguments ask for it. Raises UserError where that is not possible.
+
+    A second call does nothing.
+    """
+    folder, optimizer, masters = trainer.args.optimizer_state_dir, trainer.made_optimizer(), trainer.master_weights
+    if folder is None or (trainer.disk_state is not None and trainer.disk_state.optimizer is optimizer):
+        return
+    # Copies of the weights are cut already.
+    shards = trainer.pipe.weights.shards_of(optimizer) if masters is None else None
+    trained = {name: p for name, p in updated_parameters(trainer).items() if p.requires_grad and p.numel()}
+    values = {p: p.data if shards is None else shards.own(name, p.data) for name, p in trained.items()}
+    trainer.disk_state = DiskState(optimizer, folder, {p: own for p, own in values.items() if own is not None})
+
+
 def updated_parameters(trainer: TrainerInterface) -> dict[str, torch.nn.Parameter]:
     """The parameters that the optimizer of this process updates, by name."""
     masters = trainer.master_weights
@@ -134,6 +150,18 @@ def step_stage(trainer: TrainerInterface, stage: int) -> None:
         optimizer.step()
     finally:
         optimizer.param_groups = groups
+
+
+def step_all(trainer: TrainerInterface) -> None:
+    """Step the optimizer. Where master weights are on a disk, one stage follows another, so that only one stage has
+    gradients of master weights in memory at a time; replicas that share updates step together."""
+    optimizer, weights = trainer.made_optimizer(), trainer.pipe.weights
+    by_stage = trainer.disk_state is not None and trainer.master_weights is not None
+    if not by_stage or weights.shards_of(optimizer) is not None:
+        optimizer.step()
+        return
+    for stage in trainer.pipe.models:
+        step_stage(trainer, stage)
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -165,6 +193,7 @@ def prepare_optimizer(trainer: TrainerInterface, num_steps: int) -> Optimizer:
     shard_optimizer(trainer)
     if trainer.master_weights is not None:
         trainer.master_weights.restore(trainer.optimizer)
+    keep_state_on_disk(trainer)
     return trainer.optimizer
 
 

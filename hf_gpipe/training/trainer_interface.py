@@ -34,6 +34,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.accelerator_view import AcceleratorView
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import name_of_callback
+from hf_gpipe.training.disk_state import DiskState
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.loss_scaling import LossScaler
@@ -75,6 +76,8 @@ class TrainerInterface:
     uploads: HubUploads
     control: TrainerControl
     state: TrainerState
+    #: The optimizer's state, where it is on a disk.
+    disk_state: DiskState | None = None
     #: The number of tokens without padding that this trainer has trained on.
     num_trained_tokens = 0
     #: The number of tokens that earlier trainings had seen.

@@ -18,7 +18,7 @@ from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loss_scaling import SMALLEST
-from hf_gpipe.training.optim import step_stage, takes_metric
+from hf_gpipe.training.optim import step_all, step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -168,7 +168,7 @@ class Updates:
             is_applied = self.note(self.trainer.state.global_step + 1, float(loss), self._clipped(norm))
         self.trainer.fire("on_pre_optimizer_step")
         if is_applied and not is_done:
-            optimizer.step()
+            step_all(self.trainer)
         self.trainer.fire("on_optimizer_step")
         self.rate = float(optimizer.param_groups[0]["lr"])
         if is_applied and not takes_metric(scheduler):
@@ -177,7 +177,7 @@ class Updates:
     def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Make an update that is not the last of its step: the rate stays, and nothing is logged."""
         if self._is_applied(self.trainer.state.global_step + 1, float(loss), self._clipped(norm)):
-            self.trainer.made_optimizer().step()
+            step_all(self.trainer)
 
     def _clipped(self, norm: torch.Tensor) -> float:
         """Divide the gradients by the loss's scale and clip them. Returns the norm of the gradient before clipping."""

@@ -11,6 +11,7 @@ gradients have arrived. Where stages are updated during backwards, each update w
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.memory import ALIGNMENT, aligned
+from hf_gpipe.runtime.memory import ALIGNMENT, aligned, path_of, reserved_file
 from hf_gpipe.runtime.mesh import Mesh
 
 #: The folder whose files are memory that processes share.
@@ -198,7 +199,7 @@ class SharedMemory:
 
 
 class _SharedFile:
-    """A new file of shared memory without a name, which is gone with the last process that maps it, however that ends.
+    """A file in shared memory for the processes of a machine.
 
     Attributes:
         path: under which other processes open it until `close`.
@@ -207,27 +208,24 @@ class _SharedFile:
     """
 
     def __init__(self, size: int) -> None:
-        self.path, self.identity, self.problem, self._descriptor = "", (0, 0), "", None
+        self.path, self.identity, self.problem, self._file = "", (0, 0), "", None
         try:
-            self._descriptor = os.open(_SHARED_MEMORY, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
+            self._file = reserved_file(_SHARED_MEMORY, size)
         except OSError as error:
             self.problem = f"stages are shared by several processes, which share memory in {_SHARED_MEMORY}: {error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self.problem = (
+                    f"stages are shared by several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
+                    f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one "
+                    "process with several devices"
+                )
             return
-        try:
-            # Without it a write to memory that is not there would end the process.
-            os.posix_fallocate(self._descriptor, 0, size)
-        except OSError as error:
-            self.problem = (
-                f"stages are shared by several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
-                f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one "
-                "process with several devices"
-            )
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = path_of(self._file)
         self.identity = _identity(self.path)
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        if self._file is not None:
+            self._file.close()
 
 
 def _identity(path: str) -> tuple[int, int]:
