@@ -167,6 +167,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--host-memory", help="for weights that visit: CPU memory of a machine, such as 256GiB")
     parser.add_argument("--host-bandwidth", help="bandwidth of the CPU memory of a machine, such as 100GB/s")
+    parser.add_argument("--disk-bandwidth", help="for optimizer_state_dir: bandwidth of the disk, such as 5GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument(
         "--search",

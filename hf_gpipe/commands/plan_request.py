@@ -327,7 +327,7 @@ def _devices(options: argparse.Namespace) -> list[Device]:
     names = options.device.split(",") if options.device else [options.device]
     alone = [_device_alone(argparse.Namespace(**{**vars(options), "device": name})) for name in names]
     given = options.host_link, options.host_memory, options.host_bandwidth
-    devices = [replace(device, host=read_host(*given, device.host)) for device in alone]
+    devices = [replace(device, host=read_host(*given, device.host, options.disk_bandwidth)) for device in alone]
     if len(names) == 1:
         return devices
     if options.profile:

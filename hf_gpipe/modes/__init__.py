@@ -27,6 +27,7 @@ mode has those that it needs:
              resident(layout, process, stages, there) -> what stays on the device, of what would be there
              old_versions(table, stage, process) -> the old versions of its weights that a stage keeps
              on_host(layout, timeline) -> {words: bytes in CPU memory of each process}
+             hosted(layout, stage) -> the size of the weights that the CPU updates; None: the mode has none there
              host_update_seconds(layout, stage, weights) -> the seconds of an update by the host; None: a device does it
              links(table) -> connections between processes, beside those between stages
              divided(costs, device, K) -> the costs where stages share the last layer, and the part of each

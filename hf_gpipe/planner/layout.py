@@ -65,8 +65,18 @@ class Layout:
 
     def state_bytes(self, stage: int, size: Parameters) -> float:
         """The bytes of the optimizer's state that a process has of trainable weights of a stage."""
-        num_replicas = self.table.placement.replicas[stage]
-        return self.inputs.state_bytes(size, self.sums.costs.dtype) / self.settings.shared_updates.among(num_replicas)
+        inputs, dtype = self.inputs, self.sums.costs.dtype
+        on_disk = 0.0 if self.processes.device.has_host else inputs.disk_bytes(size, dtype)
+        shares = self.settings.shared_updates.among(self.table.placement.replicas[stage])
+        return (inputs.state_bytes(size, dtype) - on_disk) / shares
+
+    def disk_bytes(self, number: int) -> float:
+        """The bytes of the optimizer's state of a stage, and of master weights, that are on a disk."""
+        size = self.sums.owned(*self.stages[number].run)
+        if self.processes.device.has_host and not self.inputs.offload_optimizer:
+            hosted = (of_mode(self, number) for of_mode in functions_of_modes("cost", "hosted"))
+            size = next((own for own in hosted if own is not None), Parameters())
+        return self.inputs.disk_bytes(size, self.sums.costs.dtype)
 
     def old_versions(self, stage: int, process: int | None = None) -> int:
         """The old versions of its weights that a stage keeps beside the newest; without a process, the most of any."""
@@ -154,6 +164,8 @@ def costs_of_table(layout: Layout) -> Costs:
     def update(number: int, stage: StageLayers, count: int) -> float:
         owned = sums.owned(*stage.run)
         seconds = _update_seconds(layout, number, owned) / speeds[number]
+        # All of it is read and written.
+        seconds += 2 * layout.disk_bytes(number) / layout.processes.device.host.disk_rate(layout.num_updating)
         if (shares := layout.settings.shared_updates.among(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.

@@ -130,6 +130,8 @@ class HostMemory:
     """The float32 copies, their gradients and the optimizer's state, where these are offloaded."""
     of_modes: Mapping[str, int]
     """The most of what modes have there, such as graphs that wait, by words for it."""
+    on_disk: int
+    """The optimizer's state and master weights on a disk, which take no CPU memory."""
 
     @property
     def hosted(self) -> int:
@@ -140,8 +142,8 @@ class HostMemory:
 def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
     """The CPU memory that each process needs. A CPU is its own host, and its graphs wait nowhere else."""
     sums, inputs, placement = layout.sums, layout.inputs, layout.table.placement
-    copies, offloaded = ([0] * placement.num_processes for _ in range(2))
-    for stage, workers in zip(layout.stages, placement.workers, strict=True):
+    copies, offloaded, on_disk = ([0] * placement.num_processes for _ in range(3))
+    for number, (stage, workers) in enumerate(zip(layout.stages, placement.workers, strict=True)):
         owned = sums.owned(*stage.run)
         if inputs.saves_in_background:
             weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
@@ -151,11 +153,16 @@ def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
         shares = layout.settings.shared_updates.among(len(workers))
         for worker in workers:
             offloaded[worker] += round(inputs.hosted_bytes(owned, sums.costs.dtype) / shares)
+            on_disk[worker] += round(layout.disk_bytes(number) / shares)
     hosted: dict[str, Sequence[int]] = {}
     for of_mode in functions_of_modes("cost", "on_host"):
         hosted |= of_mode(layout, timeline)
     return [
-        HostMemory(copies[worker], offloaded[worker], {words: sizes[worker] for words, sizes in hosted.items()})
+        HostMemory(
+            *(copies[worker], offloaded[worker]),
+            {words: sizes[worker] for words, sizes in hosted.items()},
+            on_disk[worker],
+        )
         for worker in range(placement.num_processes)
     ]
 

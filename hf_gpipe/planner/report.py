@@ -70,7 +70,7 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
         ("logits", f"made whole: {costs.whole_logits}" if costs.whole_logits else ""),
         *((name, short(text) if name == "processes" else text) for name, text in mesh_lines(plan)),
         ("before", _before(plan)),
-        *((name, hosts[name]) for name in ("host", "optimizer")),
+        *((name, hosts[name]) for name in ("host", "optimizer", "disk")),
         *(line for of_mode in functions_of_modes("cost", "lines") for line in of_mode(plan)),
     ]
     why = [
@@ -173,9 +173,12 @@ def host_lines(plan: Plan) -> dict[str, str]:
     """The CPU memory of all processes: of modes, of an offloaded optimizer, and of saves; empty where there is none."""
     every = plan.on_hosts
     sizes = {"host": plan.hosted_bytes, "optimizer": [o.offloaded for o in every], "saving": [o.copies for o in every]}
+    sizes["disk"] = [own.on_disk for own in every]
+    copies = "gradients of copies" if any(sizes["disk"]) else "its state and copies"
     texts = {
         "host": f"{_hosted(plan)} are in CPU memory: {{}}",
-        "optimizer": "its state and copies of the weights are in CPU memory: {}",
+        "optimizer": f"{copies} of the weights are in CPU memory: {{}}",
+        "disk": "the optimizer's state and its master weights are in files, and not in CPU memory: {}",
         "saving": "in the background from copies in CPU memory: {}; where processes compute on the CPU, this comes on "
         "top",
     }
@@ -400,6 +403,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 "copy_bytes": host.copies,
                 "offloaded_bytes": host.offloaded,
                 "hosted_bytes": host.hosted,
+                "disk_bytes": host.on_disk,
                 "seconds": asdict(process.time),
             }
             for process, host in zip(plan.processes, plan.on_hosts, strict=True)

@@ -204,6 +204,7 @@ class PlanInputs:
         fp32_master_weights: whether the optimizer updates float32 copies of the weights.
         offload_optimizer: whether the optimizer's state and the copies are in CPU memory.
         fp16_accumulation: whether products of float16 sum in float16.
+        state_on_disk: whether the state and the copies that would be in CPU memory are on a disk.
         accumulation: the number of mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
         saved: the weights of the model that a checkpoint has.
@@ -222,6 +223,7 @@ class PlanInputs:
     fp32_master_weights: bool = False
     offload_optimizer: bool = False
     fp16_accumulation: bool = False
+    state_on_disk: bool = False
     accumulation: int = 1
     packing: bool = False
     saved: Literal["model", "adapters"] = "model"
@@ -241,6 +243,7 @@ class PlanInputs:
             fp32_master_weights=given.fp32_master_weights,
             offload_optimizer=given.offload_optimizer,
             fp16_accumulation=given.fp16_accumulation,
+            state_on_disk=given.optimizer_state_dir is not None,
             accumulation=given.size.accumulation,
             saves_in_background=given.save_in_background != "never",
             needs_norm=given.needs_norm,
@@ -300,7 +303,14 @@ class PlanInputs:
 
     def hosted_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes of `copy_bytes` that are in CPU memory."""
-        return self.copy_bytes(size, dtype) if self.offload_optimizer else 0.0
+        return self.copy_bytes(size, dtype) - self.disk_bytes(size, dtype) if self.offload_optimizer else 0.0
+
+    def disk_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of the optimizer's state, and of copies, that are on a disk, of weights that a CPU updates."""
+        if not self.state_on_disk:
+            return 0.0
+        has_copies = self.fp32_master_weights or self.offload_optimizer
+        return self.own_state_bytes(size, dtype) + has_copies * self._scale(dtype) * size.trainable_bytes
 
     def saved_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes of optimizer state and master weights in a checkpoint."""

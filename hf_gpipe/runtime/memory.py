@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -35,7 +34,7 @@ def reserved_file(folder: Path, size: int) -> FileIO:
     Raises:
         OSError: the folder cannot be written to, or has too little room.
     """
-    file = cast(FileIO, tempfile.TemporaryFile(dir=folder, buffering=0))
+    file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (the caller closes it)
     try:
         # Without it a write to memory that is not there would end the process.
         os.posix_fallocate(file.fileno(), 0, size)

@@ -117,6 +117,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dty
     """The state of a tiny parameter before its first update: zeros, as the optimizer would make them."""
     tiny = torch.nn.Parameter(torch.zeros(_TINY, dtype=dtype))
     tiny.grad = torch.zeros_like(tiny)
-    made = type(optimizer)([{**group, "params": [tiny]}])
+    cls: type[Any] = type(optimizer)
+    made = cls([{**group, "params": [tiny]}])
     made.step()
     return {slot: torch.zeros_like(value) for slot, value in made.state[tiny].items()}

@@ -91,3 +91,14 @@ def test_replicas_have_shards_of_the_state_on_the_host(tmp_path: Path) -> None:
 def test_there_is_nothing_to_offload_where_the_stages_are_on_the_host(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="offload_optimizer: the weights are in CPU memory"):
         trainer(tmp_path, offload_optimizer=True)
+
+
+@on_emulated_cuda()
+def test_the_state_on_a_disk(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"dtype": torch.bfloat16, "fp32_master_weights": True}
+    in_memory = on_host(trained(tmp_path / "memory", offload_optimizer=True, **values))
+    values["optimizer_state_dir"] = str(tmp_path)
+    found = on_host(trained(tmp_path / "disk", offload_optimizer=True, **values))
+    assert all(torch.equal(tensor, in_memory[name]) for name, tensor in found.items())
+    with pytest.raises(UserError, match="the optimizer's state is on cuda:0; set offload_optimizer"):
+        trained(tmp_path / "device", **values)

@@ -19,7 +19,7 @@ from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.machines.devices import LINKS, Host, read_host
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.report import overrides, report, search_report
+from hf_gpipe.planner.report import host_lines, overrides, report, search_report
 from hf_gpipe.planner.search.advice import limit_of_step
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.search.search_all import search
@@ -65,6 +65,28 @@ def test_what_the_host_of_shared_stages_holds_and_does() -> None:
         with_host(planner(costs), SLOW).plan(dealt((1,) * 8, size, schedule="breadth_first")) for size in (1, 2)
     )
     assert sum(one.hosted_bytes) == sum(several.hosted_bytes) == 2 * 80 * MIB
+
+
+def test_state_on_a_disk_takes_no_memory_of_the_host() -> None:
+    """The state counted as CPU memory, and its update took as long as one in memory."""
+    half, host = replace(blocks(8), dtype="bfloat16"), replace(SLOW, disk_bytes_per_second=8.0 * MIB)
+    inputs = {"optim": "adamw_torch", "fp32_master_weights": True}
+    for schedule in ("round_robin", "breadth_first"):
+        asked = dealt((1,) * 8, 2, schedule=schedule)
+        in_memory, on_disk = (
+            with_host(planner(half, **inputs, state_on_disk=given), host).plan(asked) for given in (False, True)
+        )
+        # Master weights and two moments, each of twice the bytes.
+        assert [own.on_disk for own in on_disk.on_hosts] == [6 * 40 * MIB] * 2
+        assert [own.on_disk for own in in_memory.on_hosts] == [0, 0]
+        assert in_memory.hosted_bytes == [(2 + 8) * 40 * MIB] * 2
+        # Gradients of the master weights are there for one stage.
+        assert on_disk.hosted_bytes == [2 * 40 * MIB + 2 * 10 * MIB] * 2
+        more = on_disk.processes[0].time.update - in_memory.processes[0].time.update
+        assert more == pytest.approx(2 * 6 * 40 / 4)
+        assert "480 MiB in all" in host_lines(on_disk)["disk"]
+    offloaded = planner(half, **inputs, offload_optimizer=True, state_on_disk=True).plan(settings((8,)))
+    assert [(own.offloaded, own.on_disk) for own in offloaded.on_hosts] == [(2 * 80 * MIB, 6 * 80 * MIB)]
 
 
 def test_updates_beside_backwards_owners_and_messages() -> None:
@@ -219,6 +241,7 @@ def test_options_of_the_host() -> None:
     found = read_host("pcie3/2", "256GiB", "50GB/s")
     assert (found.link, found.devices_per_link) == (LINKS["pcie3"], 2)
     assert (found.memory_bytes, found.process_rate(2), found.copy_rate(2)) == (256 << 30, 2.5e10, 6.25e9)
+    assert read_host(None, None, None, disk="6GB/s").disk_rate(2) == 3e9
     assert read_host("20GB/s", None, None).copy_rate(1) == 2e10
     for link in ("pcie9", "pcie4/0", "pcie4/x"):
         with pytest.raises(UserError, match="--host-link"):

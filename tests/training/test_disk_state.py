@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from hf_gpipe import PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
-from hf_gpipe.training.disk_state import DiskState
 from hf_gpipe.model.clone import exact_clone
+from hf_gpipe.training.disk_state import DiskState
 from scripts.families import default_config
 from tests.oracle import VOCABULARY, plain_model, tiny_config
 from tests.training.toy import CausalRows, Rows, arguments, trainer, weights
@@ -27,7 +27,7 @@ MASTERS = {"dtype": torch.bfloat16, "fp32_master_weights": True}
 
 
 def trained(folder: Path, family: str, resumed: Path | None = None, **values: Any) -> PipelineTrainer:
-    common: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    common: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     adapters = LoraConfig(r=2, target_modules="all-linear") if family == "qwen3" else None
     config = default_config(family)
     config.vocab_size, config.tie_word_embeddings = VOCABULARY, family == "t5"
@@ -48,7 +48,7 @@ def assert_equal(found: PipelineTrainer, expected: PipelineTrainer) -> None:
 
 
 def saved_state(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted((folder / "checkpoint-4").glob("**/optimizer-*.safetensors"))
+    files = sorted((folder / "checkpoint-2").glob("**/optimizer-*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -83,6 +83,8 @@ def test_a_run_and_those_that_resume_it(tmp_path: Path, family: str, values: dic
     assert not [entry for entry in tmp_path.iterdir() if entry.is_file()], "the files have names"
     for given in (files, {}):
         assert_equal(trained(tmp_path / "again", family, disk, **values, **given), in_memory)
+    if family != "llama":
+        return
     mesh = {**values, "num_stages": 3, "schedule": "gpipe", "offload_weights": None}
     runs = [trained(tmp_path / "mesh", family, start, **mesh, **own) for start, own in ((disk, {}), (memory, files))]
     assert_equal(*runs)
@@ -128,7 +130,7 @@ def test_what_cannot_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match=r"missing cannot hold the .*KiB of the optimizer's state.*No such file"):
         trainer(tmp_path, **given).train()
     given["optimizer_state_dir"] = str(tmp_path)
-    with pytest.raises(UserError, match="the optimizer is torch.SGD, whose state does not begin with zeros"):
+    with pytest.raises(UserError, match=r"the optimizer is torch\.SGD, whose state does not begin with zeros"):
         trainer(tmp_path, **given, optim="sgd").train()
 
     def full(*_: int) -> None:

@@ -23,6 +23,7 @@ OF_THE_TRAINER = frozenset(
     {
         *("timeline_steps", "slow_machine_steps", "fp32_master_weights", "offload_optimizer", "batch_tokens"),
         *("fp16_accumulation", "sampling_temperature", "stop_seconds", "save_in_background", "on_nonfinite_loss"),
+        "optimizer_state_dir",
         *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
         *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
         *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),

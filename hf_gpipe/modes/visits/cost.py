@@ -70,14 +70,28 @@ def on_host(layout: Layout, timeline: Timeline) -> Mapping[str, Sequence[int]]:
     is there once, and counts for the worker that updates it."""
     if layout.settings.visits.offload_weights is None:
         return {}
-    sums, placement = layout.sums, layout.table.placement
-    sizes = [0] * placement.num_processes
-    for number, (stage, workers) in enumerate(zip(layout.stages, placement.workers, strict=True)):
-        size = sums.owned(*stage.run) if placement.is_shared else visiting(layout, number)
-        state = layout.inputs.state_bytes(size, sums.costs.dtype)
+    inputs, dtype, placement = layout.inputs, layout.sums.costs.dtype, layout.table.placement
+    sizes, states = ([0] * placement.num_processes for _ in range(2))
+    for number, workers in enumerate(placement.workers):
+        size = _on_host(layout, number)
+        state = round(inputs.state_bytes(size, dtype) - inputs.disk_bytes(size, dtype))
         for worker in workers:
-            sizes[worker] += round(size.num_bytes + size.trainable_bytes + state)
+            sizes[worker] += round(size.num_bytes + size.trainable_bytes)
+            # With the rest on a disk, these are gradients of master weights, of one stage after another.
+            states[worker] = max(states[worker], state) if inputs.state_on_disk else states[worker] + state
+    sizes = [size + state for size, state in zip(sizes, states, strict=True)]
     return {"weights that visit": sizes}
+
+
+def _on_host(layout: Layout, number: int) -> Parameters:
+    """The size of the weights of a stage in CPU memory."""
+    is_shared = layout.table.placement.is_shared
+    return layout.sums.owned(*layout.stages[number].run) if is_shared else visiting(layout, number)
+
+
+def hosted(layout: Layout, number: int) -> Parameters | None:
+    """The size of the weights of a stage that the CPU updates."""
+    return _on_host(layout, number) if layout.settings.visits.offload_weights == "all" else None
 
 
 def seconds(layout: Layout) -> dict[ActionKind, list[float]]:

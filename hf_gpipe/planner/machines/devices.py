@@ -85,6 +85,7 @@ class Host:
         bytes_per_second: the bandwidth of the memory, for all processes of the machine together.
         process_bytes_per_second: the most bandwidth that one process gets.
         memory_bytes: the bytes that weights and graphs in its memory may use; None: not known.
+        disk_bytes_per_second: the bytes that all processes read and write on its disk.
     """
 
     link: Level = LINKS["pcie4"]
@@ -92,6 +93,7 @@ class Host:
     bytes_per_second: float = 1e11
     process_bytes_per_second: float = 2e10
     memory_bytes: int | None = None
+    disk_bytes_per_second: float = 3e9
 
     def copy_rate(self, num_devices: int, ways: int = 1) -> float:
         """The bytes a second between the memory and each of `num_devices` that copy at once, in one direction (`ways`
@@ -102,6 +104,10 @@ class Host:
     def process_rate(self, num_processes: int) -> float:
         """The bytes a second of the memory for each of `num_processes` that read and write at once."""
         return min(self.process_bytes_per_second, self.bytes_per_second / num_processes)
+
+    def disk_rate(self, num_processes: int) -> float:
+        """The bytes a second on the disk of each of `num_processes` that read and write at once."""
+        return self.disk_bytes_per_second / num_processes
 
 
 @dataclass(frozen=True)
@@ -349,7 +355,9 @@ def link_between(name: str, what: str = "link") -> Level:
     return _find(what, name, LINKS, LINKS, "or give a rate, such as 25GB/s")
 
 
-def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual: Host = Host()) -> Host:
+def read_host(
+    link: str | None, memory: str | None, bandwidth: str | None, usual: Host = Host(), disk: str | None = None
+) -> Host:
     """Read the host of the command's options.
 
     Args:
@@ -357,6 +365,7 @@ def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual
         link: a link as in `link_between`; "/2" behind it: two devices share a link.
         memory: the size of the memory, such as "256GiB".
         bandwidth: the bandwidth of the memory, such as "100GB/s".
+        disk: the bandwidth of the disk, such as "5GB/s".
 
     Raises:
         UserError: one of them cannot be read.
@@ -376,6 +385,8 @@ def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual
         rate = read_bandwidth(bandwidth, "--host-bandwidth")
         # A process with all cores gets all of it.
         host = replace(host, bytes_per_second=rate, process_bytes_per_second=rate)
+    if disk is not None:
+        host = replace(host, disk_bytes_per_second=read_bandwidth(disk, "--disk-bandwidth"))
     return host
 
 

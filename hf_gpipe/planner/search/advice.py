@@ -91,8 +91,9 @@ def _shorter(plan: Plan) -> dict[str, float]:
     costs = costs_of_table(layout)
     others: dict[str, Any] = {**(costs.others or {})}
     is_on_host = any(layout.host_update_seconds(number) is not None for number in range(table.num_stages))
+    place = " on the disk" if any(map(layout.disk_bytes, range(table.num_stages))) else " in CPU memory" * is_on_host
     without = {
-        "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
+        f"the update{place}": replace(costs, update_seconds=0.0),
         **{
             f"copies of {things}": replace(
                 costs, others=others | {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
