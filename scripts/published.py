@@ -32,6 +32,10 @@ FILE, PAGE = ROOT / "docs" / "published" / "rows.csv", ROOT / "docs" / "planner_
 NEAR = 0.15
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "head_dim": 128}
+MOE = QWEN3 | {
+    **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+}
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
 
 
@@ -51,6 +55,7 @@ MODELS = {
     "Qwen3-1.7B": _shape(QWEN3, 2048, 6144, 28, 16, 8, 151936, tied=True),
     "Llama-3.1-8B": _shape(LLAMA, 4096, 14336, 32, 32, 8, 128256),
     "Qwen3-32B": _shape(QWEN3, 5120, 25600, 64, 64, 8, 151936),
+    "Qwen3-235B-A22B": _shape(MOE, 4096, 12288, 94, 64, 4, 151936),
 }
 
 
@@ -59,10 +64,10 @@ class Run:
     """A published training.
 
     Attributes:
-        source: whose figure it is.
+        source: whose figure it is; empty: nobody's.
         device: its card, of the planner's table.
         cards: how many of them.
-        published: tokens a second.
+        published: tokens a second; 0: none.
         rows, tokens: rows of a step of the plan, and tokens of a row.
         keys: of the recipe.
         rate: of products, over that of the planner's table.
@@ -118,6 +123,13 @@ def _visiting(stages: int, micro_batches: int, schedule: str = "breadth_first") 
     )
 
 
+def _adapters(stages: int, micro_batches: int) -> tuple[str, ...]:
+    """LoRA on weights that visit, which needs no master weights."""
+    keys = _visiting(stages, micro_batches)[:-1]
+    lora = ("lora.r=16",)
+    return (*keys, "pipeline.offload_weights=frozen", *lora)
+
+
 LLMQ, FACTORY = "LLMQ", "LLaMA-Factory, by LLMQ"
 ROUNDPIPE = "RoundPipe"
 RUNS = (
@@ -141,6 +153,18 @@ RUNS = (
     Run(ROUNDPIPE, "Qwen3-1.7B", "rtx4090", 8, 56489, 256, 2048, _visiting(30, 64, "round_robin"), 2.0),
     Run(ROUNDPIPE, "Llama-3.1-8B", "rtx4090", 8, 18888, 256, 2048, _visiting(34, 64, "round_robin"), 2.0),
     Run(ROUNDPIPE, "Qwen3-32B", "rtx4090", 8, 4164, 256, 2048, _visiting(66, 64, "round_robin"), 2.0),
+    Run(ROUNDPIPE, "Qwen3-235B-A22B, LoRA", "rtx4090", 8, 1592, 256, 2048, _adapters(96, 64), 2.0),
+    Run("", "Qwen2.5-7B", "rtx4090", 2, 0, 128, 1024, _visiting(30, 32, "round_robin")),
+    Run("", "Qwen2.5-7B", "rtx4090", 8, 0, 512, 1024, _visiting(30, 128, "round_robin")),
+    *(Run("", "Qwen2.5-7B, LoRA", "rtx4090", n, 0, 64 * n, 1024, _adapters(30 // n * n, 16 * n)) for n in (1, 2, 4, 8)),
+    Run("", "Qwen2.5-32B", "rtx4090", 1, 0, 64, 1024, _visiting(66, 16)),
+    Run("", "Qwen2.5-32B", "rtx4090", 2, 0, 128, 1024, _visiting(66, 32, "round_robin")),
+    Run("", "Qwen2.5-32B", "rtx4090", 8, 0, 512, 1024, _visiting(66, 128, "round_robin")),
+    *(
+        Run("", "Qwen2.5-32B, LoRA", "rtx4090", n, 0, 64 * n, 1024, _adapters(66 // n * n, 16 * n))
+        for n in (1, 2, 4, 8)
+    ),
+    *(Run("", "Qwen3-235B-A22B, LoRA", "rtx4090", n, 0, 64 * n, 1024, _adapters(96, 16 * n)) for n in (1, 2, 4, 8)),
 )
 
 
@@ -170,7 +194,7 @@ def main() -> int:
 
 
 def planned(run: Run) -> Row:
-    """Plan a run, full fine-tuning in bfloat16 with float32 master weights."""
+    """Plan a run in bfloat16: full fine-tuning with float32 master weights, or LoRA."""
     card = DEVICES[run.device]
     card = replace(card, flops_per_second={dtype: run.rate * rate for dtype, rate in card.flops_per_second.items()})
     predicted, peak = _tokens_per_second(run, card)
@@ -183,12 +207,12 @@ def _tokens_per_second(run: Run, card: Device) -> tuple[int, float]:
     """The tokens a second and the peak bytes of a plan on a card."""
     DEVICES["published"] = card
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODELS[run.model]))
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[run.model.partition(",")[0]]))
         words = (
             f"model.path={folder}",
             "model.dtype=bfloat16",
             "training.bf16=false",
-            "training.fp32_master_weights=true",
+            *(() if "LoRA" in run.model else ("training.fp32_master_weights=true",)),
             "pipeline.partition=count",
             f"data.max_length={run.tokens}",
             f"training.batch_size={run.rows}",

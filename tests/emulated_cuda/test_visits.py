@@ -221,6 +221,29 @@ def test_frozen_weights_of_a_gpu_stay_in_the_checkpoint_s_files(tmp_path: Path) 
 
 
 @on_emulated_cuda()
+def test_a_copy_of_pageable_memory_does_not_keep_the_device_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process waits for such a copy, and began it before it had given the device the actions to run meanwhile."""
+    events: list[str] = []
+    enter, copies = VisitingWeights.enter, visits._copy
+
+    def entering(self: Any, stage: int, **options: Any) -> None:
+        enter(self, stage, **options)
+        events.append(f"run {stage}")
+
+    def copying(*tensors: Any) -> None:
+        events.append("copy")
+        copies(*tensors)
+
+    monkeypatch.setattr(VisitingWeights, "enter", entering)
+    monkeypatch.setattr(visits, "_copy", copying)
+    for is_pinned, first in ((True, ["copy", "copy", "run 0", "run 0"]), (False, ["copy", "run 0", "run 0", "copy"])):
+        pipe = pipeline("llama", "cuda:0", num_stages=5, offload_weights="frozen", offload_pinned=is_pinned)
+        events.clear()
+        pipe.train_step(padded_batch(pipe.adapter.config))
+        assert events[: len(first)] == first
+
+
+@on_emulated_cuda()
 def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
     peaks = {}
     for visit in (False, True, 2):

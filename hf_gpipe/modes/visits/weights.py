@@ -49,8 +49,10 @@ class _Loaded:
     """The weights in the buffer."""
     earlier: dict[nn.Parameter, torch.Tensor]
     """The gradients that were on the host before, on CUDA or of a shared stage."""
-    is_copied: torch.cuda.Event | None
+    is_copied: torch.cuda.Event | None = None
     """The event after which all weights have come, on CUDA. None once the device waits for it."""
+    has_begun: bool = False
+    """Whether the weights are on their way, or there."""
     adds_gradients: bool = False
     """Whether the gradients of a shared stage's earlier visits have come."""
 
@@ -160,22 +162,27 @@ class VisitingWeights:
             own = buffer.memory[start : start + home.nbytes]
             weights[parameter] = own.view(home.dtype).view(home.shape)
             start += aligned(home.nbytes)
-        is_copied, earlier = None, {}
-        if buffer.is_free is not None:
-            stream = self._stream(device, "in")
-            stream.wait_event(buffer.is_free)
-            with torch.cuda.stream(stream):
-                _copy(weights, homes)
-                is_copied = stream.record_event()
-        else:
-            _copy(weights, homes)
+        loaded = self._there[stage] = _Loaded(buffer, homes, weights, earlier := {})
+        if buffer.is_free is None or self._is_pinned:
+            self._begin(device, loaded)
         if buffer.is_free is not None or self._memory is not None:
             for parameter in homes:
                 if parameter.grad is not None:
                     earlier[parameter], parameter.grad = parameter.grad, None
         for parameter, weight in weights.items():
             parameter.data = weight
-        self._there[stage] = _Loaded(buffer, homes, weights, earlier, is_copied)
+
+    def _begin(self, device: torch.device, loaded: _Loaded) -> None:
+        """Begin to copy the weights of a stage, once its buffer is free; on the CPU copy them."""
+        loaded.has_begun = True
+        if loaded.buffer.is_free is None:
+            _copy(loaded.weights, loaded.homes)
+            return
+        stream = self._stream(device, "in")
+        stream.wait_event(loaded.buffer.is_free)
+        with torch.cuda.stream(stream):
+            _copy(loaded.weights, loaded.homes)
+            loaded.is_copied = stream.record_event()
 
     def enter(self, stage: int, *, adds_gradients: bool = False) -> None:
         """Before each action of a stage that is there: its device waits for the weights, once.
@@ -185,6 +192,10 @@ class VisitingWeights:
                 must be there.
         """
         loaded = self._there[stage]
+        if not loaded.has_begun:
+            # The process waits for a copy of pageable memory. So it comes after all actions of the stage before, which
+            # the device has still to run.
+            self._begin(self._devices[stage], loaded)
         if adds_gradients and not loaded.adds_gradients and self._memory is not None:
             loaded.adds_gradients = True
             self._fetch_gradients(stage)
