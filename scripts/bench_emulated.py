@@ -15,7 +15,7 @@ after each, or with "U of 8" after every eighth. docs/benchmarks_details.md says
 
     python scripts/bench_emulated.py                                   about 40 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
-    python scripts/bench_emulated.py --paces mesh                      or memory, chunks, head, dealt: a minute or two
+    python scripts/bench_emulated.py --paces mesh                      or memory, chunks, head, dealt, visits: minutes
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.runner import await_quiet, bench_parser, say
 
 from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
+from hf_gpipe.modes.visits.table import stages_that_stay, with_visits
 from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.schedule import Costs, Schedule, build, has_windows, placement_for
 from hf_gpipe.schedule.kinds import RECOMPUTE
@@ -92,6 +93,7 @@ def emulated(
     step_size: int = 1,
     row: Sequence[float] = (1.0,),
     is_updated_beside: bool = False,
+    stay: int | None = None,
     table: Schedule | None = None,
     **costs: Any,
 ) -> Emulated:
@@ -99,6 +101,7 @@ def emulated(
 
     With `is_late` a stage waits for the gradient before it recomputes, as torch.utils.checkpoint does. Of an
     asynchronous schedule `step_size` is the number of micro-batches of each update. `row` has the time of each chunk.
+    `stay` is the number of stages of a process that stay on its device while the others visit; None: all stay.
     """
     num_stages = processes * stages_each
     if table is None:
@@ -106,6 +109,8 @@ def emulated(
         placement = placement_for(schedule, num_stages, processes * replicas, replicas)
         table = build(schedule, num_stages, micro_batches, placement, recompute, steps=updates, group_size=len(row))
     table = (updates_beside(table) if is_updated_beside else None) or table
+    if stay is not None:
+        table = with_visits(table, stages_that_stay(table.placement, stay))
     forward, backward = ([share * seconds / stages_each for share in row] for seconds in pace[:2])
     taken = {"forward_seconds": [forward] * num_stages, "backward_seconds": [backward] * num_stages} | costs
     late_seconds = 0.0
@@ -186,6 +191,23 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     ]
 
 
+def visits_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
+    """Stages whose weights visit: all of them, all but two, and experts alone, which are a part of the bytes."""
+    count, each, micro_batches = (1, 4, 2) if quick else (2, 6, 4)
+    common: dict[str, Any] = {"processes": count, "micro_batches": micro_batches, "pace": pace}
+    common |= {"stages_each": each, "recompute": "stage"}
+    # Longer than a stage's forwards, and shorter than its backwards.
+    copies = 1.5 * micro_batches * pace.forward_seconds / each
+    return [
+        replace(emulated("breadth_first", **common, stay=stay, others={LOAD: own, DROP: 0.0}), name=name)
+        for name, stay, own in (
+            ("all visit", 0, copies),
+            (f"{each // 3} of {each} stay", each // 3, copies),
+            ("experts visit, half of the bytes", 0, copies / 2),
+        )
+    ]
+
+
 def memory_settings(_: Pace, *, quick: bool) -> list[Emulated]:
     """Print the tables of all limits of memory; returns the best named and the best of all with K = 4 and 8."""
     cases = {Case(head, count, 2 * count, graphs): optimum for (head, count, graphs), optimum in OPTIMA.items()}
@@ -218,7 +240,7 @@ def memory_settings(_: Pace, *, quick: bool) -> list[Emulated]:
 #: The settings of what is not every table at a pace.
 OTHERS = {
     **{"mesh": mesh_settings, "memory": memory_settings, "chunks": chunk_settings},
-    **{"head": head_settings, "dealt": dealt_settings},
+    **{"head": head_settings, "dealt": dealt_settings, "visits": visits_settings},
 }
 
 

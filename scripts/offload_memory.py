@@ -74,6 +74,7 @@ def main() -> None:
             learning_rate=1e-5 if is_full else 1e-3,
             weight_decay=0.01,
             lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
             logging_steps=1,
             logging_nan_inf_filter=False,
             save_strategy="no",
