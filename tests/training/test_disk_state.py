@@ -19,6 +19,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.training.disk_state import DiskState
 from scripts.families import default_config
+from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, plain_model, tiny_config
 from tests.training.toy import CausalRows, Rows, arguments, trainer, weights
 
@@ -88,6 +89,27 @@ def test_a_run_and_those_that_resume_it(tmp_path: Path, family: str, values: dic
     mesh = {**values, "num_stages": 3, "schedule": "gpipe", "offload_weights": None}
     runs = [trained(tmp_path / "mesh", family, start, **mesh, **own) for start, own in ((disk, {}), (memory, files))]
     assert_equal(*runs)
+
+
+def in_replicas(folder: Path) -> list[float]:
+    """Compare runs whose replicas share updates; returns this process's values of state for each parameter."""
+    sizes = []
+    values: dict[str, Any] = {"num_stages": 1, "replicas": 2, "zero": 1, "schedule": "gpipe", "save_strategy": "no"}
+    for own in ({}, MASTERS):
+        plain = trained(folder, "llama", **values, **own)
+        made = trained(folder, "llama", **values, **own, optimizer_state_dir=str(folder))
+        assert_equal(made, plain)
+        assert made.optimizer is not None
+        parts = [t for slots in made.optimizer.state.values() for t in slots.values() if t.dim()]
+        assert sum(t.nbytes for t in parts) <= mapped_bytes(folder)
+        sizes.append(sum(t.numel() for t in parts) / sum(p.numel() for p in made.pipe.parameters()))
+    return sizes
+
+
+def test_replicas_that_share_updates(tmp_path: Path) -> None:
+    """Each has the state of its own shards."""
+    for sizes in run_gloo(in_replicas, 2, tmp_path):
+        assert sizes == pytest.approx([1.0, 1.0], rel=0.05)
 
 
 @pytest.mark.parametrize(
