@@ -157,14 +157,13 @@ RUNS = (
     Run("", "Qwen2.5-7B", "rtx4090", 2, 0, 128, 1024, _visiting(30, 32, "round_robin")),
     Run("", "Qwen2.5-7B", "rtx4090", 8, 0, 512, 1024, _visiting(30, 128, "round_robin")),
     *(Run("", "Qwen2.5-7B, LoRA", "rtx4090", n, 0, 64 * n, 1024, _adapters(30 // n * n, 16 * n)) for n in (1, 2, 4, 8)),
-    Run("", "Qwen2.5-32B", "rtx4090", 1, 0, 64, 1024, _visiting(66, 16)),
-    Run("", "Qwen2.5-32B", "rtx4090", 2, 0, 128, 1024, _visiting(66, 32, "round_robin")),
-    Run("", "Qwen2.5-32B", "rtx4090", 8, 0, 512, 1024, _visiting(66, 128, "round_robin")),
+    Run("", "Qwen2.5-32B", "rtx4090", 1, 0, 16, 1024, _visiting(33, 16)),
+    *(Run("", "Qwen2.5-32B", "rtx4090", n, 0, 16 * n, 1024, _visiting(66, 16 * n, "round_robin")) for n in (2, 4, 8)),
     *(
-        Run("", "Qwen2.5-32B, LoRA", "rtx4090", n, 0, 64 * n, 1024, _adapters(66 // n * n, 16 * n))
+        Run("", f"{model}, LoRA", "rtx4090", n, 0, 16 * n, 1024, _adapters(stages // n * n, 16 * n))
+        for model, stages in (("Qwen2.5-32B", 33), ("Qwen3-235B-A22B", 96))
         for n in (1, 2, 4, 8)
     ),
-    *(Run("", "Qwen3-235B-A22B, LoRA", "rtx4090", n, 0, 64 * n, 1024, _adapters(96, 16 * n)) for n in (1, 2, 4, 8)),
 )
 
 
@@ -198,7 +197,10 @@ def planned(run: Run) -> Row:
     card = DEVICES[run.device]
     card = replace(card, flops_per_second={dtype: run.rate * rate for dtype, rate in card.flops_per_second.items()})
     predicted, peak = _tokens_per_second(run, card)
-    alone, _ = _tokens_per_second(run, replace(card, bytes_per_second=1e3 * card.bytes_per_second, call_seconds=0.0))
+    alone = 0
+    if run.published:
+        fused = replace(card, bytes_per_second=1e3 * card.bytes_per_second, call_seconds=0.0)
+        alone, _ = _tokens_per_second(run, fused)
     peak_gib = round(peak / 2**30, 1)
     return Row(run.source, run.model, run.device, run.cards, run.published, predicted, alone, peak_gib)
 
@@ -244,15 +246,18 @@ def read() -> list[Row]:
 
 def table(rows: list[Row]) -> Iterator[str]:
     """The lines of the page's table."""
-    yield "| published by | model | cards | published, tokens/s | predicted | ratio | with products alone |"
-    yield "|---|---|---|--:|--:|--:|--:|"
+    yield "| published by | model | cards | published, tokens/s | predicted | ratio | products alone | GiB of a card |"
+    yield "|---|---|---|--:|--:|--:|--:|--:|"
     for row in rows:
-        ratio = row.predicted / row.published
-        word = f"{ratio:.2f}" if abs(ratio - 1) <= NEAR else f"**{ratio:.2f}**"
         cards = f"{row.cards} x {row.device}"
-        alone = f"{row.products_alone / row.published:.2f}"
-        figures = f"{row.published:,.0f} | {row.predicted:,.0f} | {word} | {alone}"
-        yield f"| {row.source} | {row.model} | {cards} | {figures} |"
+        compared = f"- | {row.predicted:,.0f} | - | -"
+        if row.published:
+            ratio = row.predicted / row.published
+            word = f"{ratio:.2f}" if abs(ratio - 1) <= NEAR else f"**{ratio:.2f}**"
+            compared = (
+                f"{row.published:,.0f} | {row.predicted:,.0f} | {word} | {row.products_alone / row.published:.2f}"
+            )
+        yield f"| {row.source or '-'} | {row.model} | {cards} | {compared} | {row.peak_gib:.1f} |"
 
 
 if __name__ == "__main__":
