@@ -6,6 +6,7 @@ kernel's page cache is the buffer: it reads the pages that an update needs, and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def zeros_on_disk(folder: str, likes: Sequence[torch.Tensor], what: str) -> list
     sizes = [aligned(like.numel() * like.itemsize) for like in likes]
     if not (size := sum(sizes)):
         return [torch.zeros_like(like, device="cpu") for like in likes]
+    if sys.platform != "linux":
+        raise UserError(f"{SETTING} is given, and files are reserved and mapped on Linux alone; leave the folder out")
     try:
         with reserved_file(Path(folder), size) as file:
             memory = torch.from_file(path_of(file), shared=True, size=size, dtype=torch.uint8)
