@@ -254,9 +254,8 @@ def table(rows: list[Row]) -> Iterator[str]:
         if row.published:
             ratio = row.predicted / row.published
             word = f"{ratio:.2f}" if abs(ratio - 1) <= NEAR else f"**{ratio:.2f}**"
-            compared = (
-                f"{row.published:,.0f} | {row.predicted:,.0f} | {word} | {row.products_alone / row.published:.2f}"
-            )
+            alone = f"{row.products_alone / row.published:.2f}" if row.products_alone else "-"
+            compared = f"{row.published:,.0f} | {row.predicted:,.0f} | {word} | {alone}"
         yield f"| {row.source or '-'} | {row.model} | {cards} | {compared} | {row.peak_gib:.1f} |"
 
 
