@@ -113,7 +113,7 @@ FIXED = {
 
 #: Attributes that the trainer has, and that may not be set. Name -> note.
 READ_ONLY = {
-    "model": "`Pipeline.model`, the Hugging Face model with the trained tensors; other processes' tensors are on meta",
+    "model": "`Pipeline.peft_model`, the Hugging Face model with the trained tensors, in a `PeftModel` with adapters",
     "model_wrapped": "the same as `model`: nothing is wrapped around it",
     "compute_loss_func": "give it to the constructor",
     "hub_model_id": "set `hub_model_id` of the arguments",

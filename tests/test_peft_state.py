@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, UserError
@@ -254,17 +254,38 @@ def test_a_compiled_model_with_adapters() -> None:
             Pipeline(torch.compile(model), 2)
 
 
-def test_methods_of_peft_s_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """Scripts call them on a trainer's model, which had none of them."""
+def test_the_model_as_peft_shows_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A trainer's model had neither the names of peft's model, nor its class and most of its methods."""
     plain = adapted_model()
     plain.print_trainable_parameters()
-    expected, model = capsys.readouterr().out, Pipeline(plain, 2).model
+    expected, pipe = capsys.readouterr().out, Pipeline(copy.deepcopy(plain), 2)
+    model = pipe.peft_model
     model.print_trainable_parameters()
     assert capsys.readouterr().out == expected
     assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
-    assert isinstance(model.get_base_model(), LlamaForCausalLM)
-    assert isinstance(copy.deepcopy(model), LlamaForCausalLM)
-    assert not hasattr(Pipeline(tiny_config("llama"), 2).model, "get_base_model")
+    assert isinstance(model, type(plain))
+    assert model.get_base_model() is pipe.model
+    assert repr(model) == repr(plain)
+    tensors = plain.state_dict()
+    assert model.state_dict().keys() == tensors.keys()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter)
+        assert model.get_parameter(name).requires_grad == parameter.requires_grad
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(model.eval()(ids).logits, plain.eval()(ids).logits)
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    merged = plain.merge_and_unload()(ids).logits
+    for same in (model, copy.deepcopy(model)):
+        assert torch.equal(same.merge_and_unload()(ids).logits, merged)
+    assert not torch.equal(pipe.model(ids).logits, merged) or torch.equal(model(ids).logits, merged)
+    model.generation_config = GenerationConfig(max_length=7)
+    model.save_pretrained(tmp_path)
+    assert pipe.model.generation_config.max_length == 7
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    with pytest.raises(UserError, match=r"add_adapter is not supported by a pipeline's model; change the model before"):
+        model.add_adapter("other", lora())
+    assert Pipeline(tiny_config("llama"), 2).peft_model.__class__.__mro__[2] is LlamaForCausalLM
 
 
 @pytest.mark.parametrize("tied", [False, True])

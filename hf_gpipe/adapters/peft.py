@@ -187,19 +187,15 @@ class PeftAdapter:
         Raises:
             UnsupportedModelError: PEFT cannot merge such adapters.
         """
-        from hf_gpipe.libraries.peft import PEFT_TYPE_TO_TUNER_MAPPING
+        from hf_gpipe.libraries.peft import tuner_around
 
-        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[self.config.peft_type]
-        tuner = tuner.__new__(tuner)  # its constructor would put layers in
-        nn.Module.__init__(tuner)
-        tuner.model, tuner.peft_config, tuner.targeted_module_names = model, {self.name: self.config}, []
         for path, module in model.named_modules():
             if any(getattr(module, "lora_bias", {}).values()) and getattr(module, "bias", None) is None:
                 raise UnsupportedModelError(f"lora_bias: {path} has no bias, into which peft could merge the adapter's")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the embedding and the head are no longer tied
-                tuner.merge_and_unload()
+                tuner_around(model, self.name, self.config).merge_and_unload()
         except (ValueError, NotImplementedError) as error:
             raise UnsupportedModelError(
                 f"peft cannot merge adapters of {self.config.peft_type.value}: {error or 'it has no merging for them'}"

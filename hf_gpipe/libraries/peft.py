@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING as PEFT_TYPE_TO_TUNER_MAPPING  # the class of each method's model
 from peft.tuners.lora import Embedding as LoraEmbedding  # noqa: F401  # an embedding with LoRA
 from peft.tuners.tuners_utils import BaseTuner as BaseTuner  # the model that a method makes of another
@@ -17,6 +18,7 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES as EMBEDDING_LAYER_NAMES 
 from peft.utils.other import AuxiliaryTrainingWrapper as AuxiliaryTrainingWrapper  # around a module trained whole
 from peft.utils.other import ModulesToSaveWrapper as ModulesToSaveWrapper  # that of `modules_to_save`
 from peft.utils.other import TrainableTokensWrapper as TrainableTokensWrapper  # that of `trainable_token_indices`
+from torch import nn
 
 
 def changes_injection(tuner: type[BaseTuner]) -> bool:
@@ -50,3 +52,23 @@ def before_each_layer(method: Any, call: Callable[[str], object]) -> Iterator[No
             tuner._create_and_replace = create
         else:
             del tuner._create_and_replace
+
+
+def tuner_around(model: nn.Module, name: str, config: Any) -> Any:
+    """The model of an adapter's method around a model that has its layers; its constructor would put layers in."""
+    tuner: Any = object.__new__(PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type])
+    nn.Module.__init__(tuner)
+    tuner.model, tuner.peft_config, tuner.active_adapter = model, {name: config}, name
+    tuner.targeted_module_names, tuner.targeted_parameter_names = [], []
+    return tuner
+
+
+def model_around(model: nn.Module, name: str, config: Any) -> PeftModel:
+    """peft's model of the adapter's task around a model that has its layers."""
+    shown: Any = object.__new__(MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel))
+    nn.Module.__init__(shown)
+    shown.active_adapter, shown.peft_type = name, config.peft_type
+    shown.special_peft_forward_args = {"adapter_names", "alora_offsets"}
+    shown._is_prompt_learning, shown._peft_config, shown._adapters_disabled = False, None, False
+    shown.base_model = tuner_around(model, name, config)
+    return shown

@@ -25,6 +25,7 @@ from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.forwards import Forwards
 from hf_gpipe.pipeline.look import html_of, text_of
+from hf_gpipe.pipeline.peft_model import model_of_peft
 from hf_gpipe.pipeline.probe import PROBE
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
@@ -279,6 +280,17 @@ class Pipeline:
         """
         refresh(self._whole)
         return self._whole
+
+    @property
+    def peft_model(self) -> Any:
+        """The model as a `peft.PeftModel` around `model`, with peft's names; without adapters, `model` itself."""
+        model = self.model
+        return model if self.adapter.peft is None else self._peft_model
+
+    @cached_property
+    def _peft_model(self) -> Any:
+        assert self.adapter.peft is not None
+        return model_of_peft(self._whole, self.adapter.peft)
 
     @cached_property
     def _whole(self) -> PreTrainedModel:

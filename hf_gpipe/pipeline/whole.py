@@ -107,26 +107,6 @@ class _Whole:
         return copied
 
 
-class _Adapted(_Whole):
-    """A model with PEFT adapters, which has those methods of `peft.PeftModel` that scripts call on it."""
-
-    def get_base_model(self) -> Any:
-        """Return this model: a pipeline trains peft's layers without peft's model around them."""
-        return self
-
-    def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """The numbers of trained parameters and of all parameters, of all processes, as peft counts them."""
-        from peft import PeftModel
-
-        return PeftModel.get_nb_trainable_parameters(self)  # type: ignore[arg-type]  # it reads parameters alone
-
-    def print_trainable_parameters(self) -> None:
-        """Print both numbers, as peft does."""
-        from peft import PeftModel
-
-        PeftModel.print_trainable_parameters(self)  # type: ignore[arg-type]  # see above
-
-
 _OWN_STATE = ("_weights", "_calls", "_placed", "_names", "generation_config")
 
 
@@ -145,7 +125,6 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
         model.config = adapter.reference.config
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
-    base = _Whole if adapter.peft is None else _Adapted
     for name in ("generation_config", "model_tags"):
         model.__dict__.pop(name, None)
     model.__dict__.update(
@@ -155,7 +134,7 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
         _names=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False)),
     )
     model.__class__ = type(
-        cls.__name__, (base, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
+        cls.__name__, (_Whole, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
     )
     refresh(model)
     return model

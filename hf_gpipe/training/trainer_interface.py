@@ -112,14 +112,14 @@ class TrainerInterface:
         self.pipe.model  # noqa: B018  # the property checks
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The Hugging Face model over the tensors that are trained: `Pipeline.model`."""
-        return self.pipe.model
+    def model(self) -> Any:
+        """The Hugging Face model over the tensors that are trained: `Pipeline.peft_model`."""
+        return self.pipe.peft_model
 
     @property
-    def model_wrapped(self) -> PreTrainedModel:
+    def model_wrapped(self) -> Any:
         """The model, since nothing is wrapped around it."""
-        return self.pipe.model
+        return self.model
 
     @property
     def accelerator(self) -> AcceleratorView:
