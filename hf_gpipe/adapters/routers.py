@@ -51,7 +51,7 @@ def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Obs
                 continue
             if type(module).__name__ == seen.class_name:
                 routers.append(Router(block, f"router_logits.{len(routers)}", module.weight.shape[0], seen.dtype))
-    if routers and _coefficient(model) is None:
+    if routers and coefficient_of(model) is None:
         raise UnsupportedModelError(
             f"{model.config.model_type}: the coefficient of the experts' auxiliary loss is not known; set "
             "output_router_logits to false in the model's configuration"
@@ -61,10 +61,11 @@ def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Obs
 
 def auxiliary_loss(model: PreTrainedModel, output: Any) -> torch.Tensor:
     """A micro-batch's auxiliary loss times its coefficient, as the model adds it to the loss of the tokens."""
-    return _coefficient(model) * output.aux_loss
+    return coefficient_of(model) * output.aux_loss
 
 
-def _coefficient(model: PreTrainedModel) -> float | None:
+def coefficient_of(model: PreTrainedModel) -> float | None:
+    """The weight of the auxiliary loss in a model's loss; None: it is not known."""
     config = model.config.get_text_config()
     return getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
 
@@ -90,6 +91,8 @@ class RouterPort:
         self.is_last = is_last
         self.logits: tuple[torch.Tensor, ...] = ()
         self._in_parts: RowsInParts | None = None
+        #: The sum of the losses of training (True) and of evaluation (False), and their number.
+        self._noted: dict[bool, torch.Tensor] = {}
 
     def open(
         self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor], in_parts: RowsInParts | None = None
@@ -117,6 +120,18 @@ class RouterPort:
         if self._has_whole_rows:
             return auxiliary_loss(model, output)
         return torch.stack([logit[:0].float().sum() for logit in self.logits]).sum()
+
+    def note(self, loss: torch.Tensor, *, is_training: bool) -> None:
+        """Add the auxiliary loss of a micro-batch, (), to those whose mean is a metric.
+
+        Nothing is read from the device. A loss of 0 is that of rows whose last tokens are still to come.
+        """
+        loss = loss.detach().double()
+        self._noted[is_training] = self._noted.get(is_training, 0.0) + torch.stack([loss, (loss != 0).double()])
+
+    def take(self, *, is_training: bool) -> torch.Tensor:
+        """The sum of the losses since the last call and their number, (2,) in float64 on the CPU; they begin anew."""
+        return torch.as_tensor(self._noted.pop(is_training, (0.0, 0.0)), dtype=torch.float64, device="cpu")
 
     @property
     def _has_whole_rows(self) -> bool:

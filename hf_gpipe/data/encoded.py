@@ -96,10 +96,7 @@ class EncodedRows(Columns):
         if self._dropped and max_length is not None and max_length < 2:
             raise DataError(f"max_length is {max_length}; it must be at least 2, for a target and a token before it")
         self._tokenizer, self._max_length = tokenizer, max_length
-        read = [
-            row if isinstance(row, ReadRow) else ReadRow.of(f"row {number}", row, self.read)
-            for number, row in enumerate(rows)
-        ]
+        read = self._read_all(rows)
         has_messages = any('"role"' in row.text for row in read)
         if has_messages and not getattr(tokenizer, "chat_template", None):
             raise DataError(
@@ -130,6 +127,13 @@ class EncodedRows(Columns):
         if self._is_told and (self.num_truncated or self.num_dropped):
             dropped = f", and {self.num_dropped} were dropped because {why}" if why else ""
             logger.warning("of %d %s, %d were cut to %s tokens%s", count, what, self.num_truncated, max_length, dropped)
+
+    def _read_all(self, rows: Iterable[ReadRow | Mapping[str, Any]]) -> list[ReadRow]:
+        """The rows as they are encoded, one for each example."""
+        return [
+            row if isinstance(row, ReadRow) else ReadRow.of(f"row {number}", row, self.read)
+            for number, row in enumerate(rows)
+        ]
 
     @abstractmethod
     def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float] | np.ndarray, ...] | None:

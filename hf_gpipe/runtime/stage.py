@@ -221,6 +221,8 @@ class Stage:
                 return {"rows": loss.embed(read)}
             if deferred is None and options.on_logits is not None:
                 options.on_logits(read.logits, read.inputs)
+            if not options.is_likelihood_only and "auxiliary_loss" in outputs:
+                self.model.router_port.note(outputs["auxiliary_loss"], is_training=False)
             outputs |= {"nll": losses[-1].sum(dim=1), "num_units": loss.row_units(targets)}
             return {**outputs, "loss": loss.of_each_row(read)}
 
@@ -290,6 +292,8 @@ class Stage:
         if self.is_last:
             auxiliary = outputs.get("auxiliary_loss")
             added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches
+            if auxiliary is not None and torch.is_grad_enabled():  # not where another forward follows
+                self.model.router_port.note(auxiliary, is_training=True)
             outputs = {"loss": self._loss_of(loss, read, deferred, added)}
         return received, outputs
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_gpipe.data.answers import AnsweredRows
-from hf_gpipe.data.chats import conversation_of
+from hf_gpipe.data.chats import conversation_of, preference_of
 from hf_gpipe.data.collate import ExampleCollator
+from hf_gpipe.data.prepared import in_blocks
 from hf_gpipe.data.rows import ReadRow
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport, log_probs_of
@@ -26,6 +28,8 @@ from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.loader import Batch
 
 _MISMATCHED = "KL_"
+#: Pairs whose answers are put in order at a time, as many as the library `datasets` has in a batch.
+_PAIRS = 1000
 
 
 class KTOLoss(NotingLoss):
@@ -97,20 +101,18 @@ def rows_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def judged_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's "prompt" and "completion" as `conversation_of` reads them, with its "label".
+    """A row's "prompt" and "completion" as `conversation_of` reads them, with its "label", or a pair of answers.
 
     Args:
         where: the row's name in messages.
-        row: has `prompt`, `completion` and `label`, true where the completion is wanted.
+        row: has `prompt`, `completion` and `label`, true where the completion is wanted; or it is a pair, as
+            `preference_of` reads it.
 
     Raises:
-        DataError: as `conversation_of`, a label of another form, or rows of pairs; names the row and the column.
+        DataError: as `conversation_of` or `preference_of`, or a label of another form; names the row and the column.
     """
-    if "chosen" in row and "rejected" in row:
-        raise DataError(
-            f"{where}: 'chosen' and 'rejected' are a pair; give each as a row of its own, with 'prompt', 'completion' "
-            "and 'label' (trl.data_utils.unpair_preference_dataset does so)"
-        )
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return preference_of(where, row)
     label = row.get("label")
     # True and False are 1 and 0; a label of another type, as 1.0 or "1", may be a score.
     if not isinstance(label, int) or label not in (0, 1):
@@ -121,13 +123,27 @@ def judged_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return read | {"label": bool(label)}
 
 
+def _unpaired(read: Sequence[ReadRow]) -> Iterator[ReadRow]:
+    """Rows of single answers in place of pairs: all chosen answers, then the rejected ones, as TRL orders them."""
+    rows = [one.row if '"chosen"' in one.text else {} for one in read]
+    for answer, label in (("chosen", True), ("rejected", False)):
+        for own, row in zip(read, rows, strict=True):
+            if answer in row:
+                others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+                single = {**others, "completion": row[answer], "label": label}
+                yield ReadRow(own.where, json.dumps(single, ensure_ascii=False))
+            elif label:
+                yield own
+
+
 class KTOExamples(AnsweredRows):
     """A dataset of {"prompt_ids": [...], "completion_ids": [...], "label": [1 or 0]}, 1 for a wanted completion.
 
     The ids are those of TRL's KTOTrainer with the same arguments. The result is kept in the cache of `datasets`.
 
     Args:
-        rows: as `judged_of` reads them, or the split of a corpus that it has read.
+        rows: as `judged_of` reads them, or the split of a corpus that it has read. The answers of a pair are two rows.
+            As in TRL, the chosen answers of each 1,000 pairs come before the rejected ones.
         tokenizer, max_length: as for `AnsweredRows`.
 
     Raises:
@@ -137,6 +153,10 @@ class KTOExamples(AnsweredRows):
     _name, columns = "kto", ("prompt_ids", "completion_ids", "label")
     read = staticmethod(judged_of)
     _cuts_answers = False
+
+    def _read_all(self, rows: Iterable[ReadRow | Mapping[str, Any]]) -> list[ReadRow]:
+        read = super()._read_all(rows)
+        return [row for block in in_blocks(read, _PAIRS) for row in _unpaired(block)]
 
     def encode(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         ids = super().encode(read)

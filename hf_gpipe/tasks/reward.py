@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +30,8 @@ from hf_gpipe.trainers.trainer import TaskTrainer, as_class
 from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.base import align_special_tokens
 from hf_gpipe.training.loader import Collate
+
+logger = logging.getLogger(__name__)
 
 
 class RewardLoss(NotingLoss):
@@ -105,6 +110,10 @@ class RewardExamples(AnsweredRows):
         return *wholes, [row.get("margin", 0.0)]
 
 
+#: TRL's older names of columns of ids.
+_OLD_NAMES = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+
+
 @dataclass
 class PipelineRewardConfig(ModelArguments, TaskArguments):
     """Arguments of `PipelineRewardTrainer`: those of `PipelineTrainer`, and TRL's RewardConfig's by their names.
@@ -142,6 +151,18 @@ class PipelineRewardTrainer(TaskTrainer):
     _arguments, examples = PipelineRewardConfig, RewardExamples
     args: PipelineRewardConfig
 
+    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
+        names = getattr(dataset, "column_names", None) or ()
+        if {*_OLD_NAMES} <= {*names} and not {*_OLD_NAMES.values()} & {*names}:
+            warnings.warn(
+                f"the columns {' and '.join(map(repr, _OLD_NAMES))} have TRL's older names, which will not be "
+                f"supported in v1; call them {' and '.join(map(repr, _OLD_NAMES.values()))}",
+                FutureWarning,
+                stacklevel=2,
+            )
+            dataset = dataset.rename_columns(_OLD_NAMES)
+        return super()._examples(dataset, is_training=is_training)
+
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         padding = None if self._tokenizer is None else self._padding
 
@@ -150,6 +171,15 @@ class PipelineRewardTrainer(TaskTrainer):
             return {} if is_ready else as_classifier(config, ["LABEL_0"], padding)
 
         source, own = as_class(model, fields_of, trust_remote_code=self.args.trusts_model)
+        given = self._model_options["peft_config"]
+        if own and given is not None and getattr(given, "task_type", "") is None:
+            if self.world.is_main:
+                logger.warning(
+                    "peft_config has no task_type, and the head of the model is new: task_type='SEQ_CLS' is set, with "
+                    "which it is trained, and saved with the adapters"
+                )
+            self._model_options["peft_config"] = copy.copy(given)
+            self._model_options["peft_config"].task_type = "SEQ_CLS"
         return source, self.args.model_options(model, own.get("config_overrides"))
 
     def _take_pipeline(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -120,6 +120,11 @@ class PipelineSFTConfig(ModelArguments):
         options = self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else {}
         if unknown := options.keys() - {"skip_prepare_dataset"}:
             raise UserError(f"dataset_kwargs: {min(unknown)!r} is not supported; only skip_prepare_dataset is")
+        if self.padding_free and not self.packing and self.max_length is not None:
+            raise UserError(
+                f"padding_free=True without packing, and max_length={self.max_length}: as in TRL, `max_length` is not "
+                "enforced then; set max_length=None and cut the rows yourself, or use packing=True"
+            )
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise UserError("packing needs max_length, the tokens of a packed row")
         packs = self.packing or bool(self.eval_packing)
@@ -132,11 +137,6 @@ class PipelineSFTConfig(ModelArguments):
         ):
             if not is_read and (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise UserError(f"{name}={value!r} would have no effect: {reason}; leave it out")
-        if self.padding_free and not self.packing and self.max_length is not None:
-            raise UserError(
-                "padding_free=True without packing goes with max_length=None, as in TRL; cut the rows yourself, or use "
-                "packing=True"
-            )
 
     @property
     def packs_rows(self) -> bool:
@@ -282,6 +282,13 @@ class PipelineSFTTrainer(TaskTrainer):
                 "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
                 "formatting_func out"
             )
+        form = getattr(dataset, "format", None)
+        if not args.skips_preparation and isinstance(form, Mapping) and form.get("type") == "custom":
+            raise UserError(
+                "the dataset has a transform of Dataset.with_transform(), which may give other rows each time, and the "
+                "preparation would read it once; set dataset_kwargs={'skip_prepare_dataset': True} with a transform of "
+                "trainer-ready rows, which have token ids, or apply the transform by Dataset.map()"
+            )
         if args.skips_preparation:
             if self.data_collator is None or isinstance(self.data_collator, SFTCollator):
                 _check_labels(dataset)
@@ -336,7 +343,7 @@ class PipelineSFTTrainer(TaskTrainer):
         metrics: dict[str, float] = {"num_tokens": self.num_trained_tokens}
         if (noted := self.pipe.loss.of_tokens.metrics) is not None:
             metrics |= means(self.world.gather_objects(noted.take(is_training=is_training)))
-        return metrics
+        return metrics | self._auxiliary_loss(is_training=is_training)
 
 
 def _check_labels(dataset: Any) -> None:
@@ -346,7 +353,7 @@ def _check_labels(dataset: Any) -> None:
     if masks and "labels" not in columns:
         raise UserError(
             f"dataset_kwargs: skip_prepare_dataset=True, and the rows have {masks[0]!r} without 'labels': masks become "
-            "labels in the preparation, and without it every token would be learnt; give the rows labels, with "
+            "labels in the preparation, and without it every token would be learnt. Add a 'labels' column, with "
             f"{IGNORED_LABEL} for tokens that are not learnt, or leave skip_prepare_dataset out"
         )
 

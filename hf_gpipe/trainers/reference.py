@@ -45,6 +45,11 @@ class ReferenceTrainer(TaskTrainer):
         **named: Any,
     ) -> None:
         self._given_reference = ref_model
+        if isinstance(ref_model, nn.Module) and ref_model is model:
+            raise UserError(
+                "`model` and `ref_model` are the same object, whose weights are trained; leave ref_model out, for the "
+                "reference is the model before its training in any case, or give a copy"
+            )
         if ref_model is not None and isinstance(args, ReferenceArguments):
             if not args.make_loss().needs_reference:
                 raise UserError(f"ref_model is given, and {args.loss_text} reads no reference; leave it out")

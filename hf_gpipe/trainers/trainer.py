@@ -14,6 +14,7 @@ from torch import nn
 from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from hf_gpipe.adapters.classifiers import change
+from hf_gpipe.adapters.routers import coefficient_of
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.collate import ExampleCollator, PairCollator
@@ -225,7 +226,17 @@ class TaskTrainer(PipelineTrainer):
         """The means over the units since the last call, of all processes. Every process calls it."""
         loss = self.pipe.loss
         assert isinstance(loss, NotingLoss)
-        return loss.means(self.world.all_reduce, is_training=is_training)
+        means = loss.means(self.world.all_reduce, is_training=is_training)
+        return means | self._auxiliary_loss(is_training=is_training)
+
+    def _auxiliary_loss(self, *, is_training: bool) -> dict[str, float]:
+        """The mean auxiliary loss of experts since the last call, without its weight; empty where it is not added."""
+        if not (self.pipe.adapter.routers and self.pipe.loss.adds_auxiliary):
+            return {}
+        noted = [model.router_port.take(is_training=is_training) for model in self.pipe.weights.every_model]
+        total, count = self.world.all_reduce(torch.stack(noted).sum(dim=0)).tolist()
+        weight = coefficient_of(self.pipe.adapter.reference)
+        return {"aux_loss": total / count / weight} if count and weight else {}
 
 
 def each(datasets: Any, function: Callable[[Any], Any]) -> Any:

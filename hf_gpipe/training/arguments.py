@@ -183,6 +183,21 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
             raise UserError(f"{cls.__name__} has no argument {name!r}{reason}")
         return super().__new__(cls)
 
+    @classmethod
+    def of(cls, given: TrainingArguments) -> Self:
+        """The given arguments, made anew with the further arguments' defaults if they are of a class above this one.
+
+        Raises UserError where they are of another class, such as another trainer's.
+        """
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, TrainingArguments) or not issubclass(cls, type(given)):
+            raise UserError(f"args is a {type(given).__name__}; this trainer needs a {cls.__name__}")
+        values = {known.name: getattr(given, known.name) for known in fields(given) if known.init}
+        plain = type(given)(output_dir=given.output_dir, use_cpu=given.use_cpu)
+        unset = {name for name in REFUSED if name in values and values[name] == getattr(plain, name)}
+        return cls(**{name: value for name, value in values.items() if name not in unset})
+
     if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
 
         def __getattr__(self, name: str) -> Any:

@@ -118,10 +118,7 @@ class PipelineTrainer(TrainerInterface):
         quantization_config: Any = None,
     ) -> None:
         self._surface.check_class(type(self))
-        self.args = args if args is not None else self._arguments()
-        if not isinstance(self.args, self._arguments):
-            expected = self._arguments.__name__
-            raise UserError(f"args is a {type(args).__name__}; {type(self).__name__} needs a {expected}")
+        self.args = self._arguments() if args is None else self._arguments.of(args)
         # The arguments may have been changed since, by args.set_training(...) and the like.
         self.args.check()
         transformers.logging.set_verbosity(self.args.get_process_log_level())

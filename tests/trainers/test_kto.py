@@ -116,13 +116,29 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"label": 0.5}, "row 0: 'label' is 0.5"),
         ({"label": 2}, "row 0: 'label' is 2"),
         ({"label": None}, "row 0: 'label' is None"),
-        ({"chosen": "a", "rejected": "b"}, "'chosen' and 'rejected' are a pair; give each as a row of its own"),
+        ({"prompt": [], "chosen": "a", "rejected": "b"}, "row 0: 'prompt' is not, 'chosen' is text"),
     ):
         with pytest.raises(DataError, match=message):
             KTOExamples([rows(1)[0] | row], tokenizer())
     pipe = Pipeline(plain_model(config()), 2, 2, loss=KTOLoss())
     with pytest.raises(DataError, match="the batch has no 'KL_labels', which KTO reads"):
         pipe.train_step(KTOCollator(0, has_mismatches=False)(list(KTOExamples(rows(2), tokenizer()))))
+
+
+def test_pairs_are_rows_of_single_answers() -> None:
+    """Rows of pairs were an error. TRL takes them apart: of each 1,000 pairs all chosen answers come first."""
+    pairs = [{"prompt": f"{n % 7}:", "chosen": f"a{n % 5}", "rejected": f"b{n % 3}"} for n in range(1002)]
+    sides = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for part in (pairs[:1000], pairs[1000:])
+        for name in ("chosen", "rejected")
+        for pair in part
+    ]
+    expected = list(KTOExamples(sides, tokenizer()))
+    assert list(KTOExamples(pairs, tokenizer())) == expected
+    implicit = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in pairs[:3]]
+    found = list(KTOExamples(implicit, tokenizer()))
+    assert found == [*expected[:3], *expected[1000:1003]]
 
 
 def test_labels_of_zero_and_one() -> None:

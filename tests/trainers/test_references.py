@@ -50,6 +50,13 @@ def _loss(model: PreTrainedModel, reference: PreTrainedModel, batch: dict[str, t
     return -F.logsigmoid(0.5 * (ratios[:, 0] - ratios[:, 1])).mean()
 
 
+def test_the_trained_model_is_no_reference(tmp_path: Path) -> None:
+    """Its weights would be those of the reference in each step of a stream, which then learnt from nothing."""
+    model = plain_model(tied())
+    with pytest.raises(UserError, match="`model` and `ref_model` are the same object, whose weights are trained"):
+        PipelineDPOTrainer(model, model, arguments(tmp_path), train_dataset=rows(), processing_class=tokenizer())
+
+
 def test_a_reference_that_follows_in_two_processes_against_a_plain_loop(tmp_path: Path) -> None:
     """TR-DPO with a tied weight, of which both processes have a copy: after a move both copies must have moved alike,
     also in an evaluation, in which the copies are refreshed once."""

@@ -151,10 +151,17 @@ def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
     batch = COLLATE(list(RewardExamples(compared(4), tokenizer())))
     expected = trainer.evaluate(compared(4))["eval_loss"]
     assert float(plain_loss(merged, batch, 0.0)[0].detach()) == pytest.approx(expected, abs=1e-5)
+    lora.task_type = "CAUSAL_LM"
     with pytest.raises(
         UserError, match="the head 'score' is new, and these adapters would not train it; set task_type"
     ):
-        trained(tmp_path / "out", base, peft_config=peft.LoraConfig(target_modules=["q_proj"]), **short)
+        trained(tmp_path / "out", base, peft_config=lora, **short)
+    # Adapters without a task were this error too; TRL trains them, beside a head of random values.
+    lora.task_type = None
+    alike, logs_alike = trained(tmp_path / "alike", base, peft_config=lora, **short)
+    assert (lora.task_type, logs_alike[0]["loss"]) == (None, logs[0]["loss"])
+    assert "score.modules_to_save.default.weight" in dict(alike.pipe.named_parameters())
+    assert type(alike.model).__name__ == "PeftModelForSequenceClassification"
     trainer, _ = trained(tmp_path / "whole", base, **short)
     trainer.save_model(str(tmp_path / "saved"))
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -162,6 +169,17 @@ def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
     _, logs = trained(tmp_path / "more", str(tmp_path / "saved"), learning_rate=0.0, **short)
     batch = COLLATE(list(RewardExamples(compared(3), tokenizer())))
     assert logs[0]["loss"] == pytest.approx(float(plain_loss(again, batch, 0.0)[0]), abs=1e-5)
+
+
+def test_older_names_of_columns(tmp_path: Path) -> None:
+    """Rows of ids by TRL's older names were taken for rows of text without answers."""
+    from datasets import Dataset
+
+    examples = RewardExamples(rows(3), tokenizer())
+    older = [{f"{name}_input_ids": one[f"{name}_ids"] for name in ("chosen", "rejected")} for one in examples]
+    with pytest.warns(FutureWarning, match="'chosen_input_ids' and 'rejected_input_ids'.*call them 'chosen_ids' and"):
+        made, _ = made_trainer(tmp_path, plain_model(), train_dataset=Dataset.from_list(older))
+    assert [made.train_dataset[0]["chosen_ids"]] == [examples[0]["chosen_ids"]]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

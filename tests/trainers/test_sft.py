@@ -20,12 +20,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    TrainingArguments,
 )
 
 from hf_gpipe import DistillationLoss, Pipeline, PipelineDPOConfig, PipelineSFTConfig, PipelineSFTTrainer
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.dropout import key, mix
 from hf_gpipe.data import SFTExamples
+from hf_gpipe.data.chat_examples import SFTCollator
 from hf_gpipe.data.packed_rows import packed_rows
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import TokenLoss
@@ -414,7 +416,7 @@ def test_masks_of_rows_that_are_not_prepared_are_not_ignored(tmp_path: Path) -> 
     model = plain_model(config())
     for mask in ("assistant_masks", "completion_mask"):
         masked = [ids | {mask: [0, 0, 1, 1]}] * 3
-        with pytest.raises(UserError, match=f"the rows have '{mask}' without 'labels'.*leave skip_prepare_dataset out"):
+        with pytest.raises(UserError, match=f"the rows have '{mask}' without 'labels'.*Add a 'labels' column"):
             trained(tmp_path, model, masked, **skip)
         labelled = [row | {"labels": [-100, -100, 7, 8]} for row in masked]
         _, (log,) = trained(tmp_path, copy.deepcopy(model), labelled, **skip)
@@ -497,11 +499,11 @@ def test_the_auxiliary_loss_of_experts_is_on_unless_its_weight_is_0(tmp_path: Pa
     moe |= {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}
     values = {name: value for name, value in config("qwen2").to_dict().items() if name not in ("model_type", "dtype")}
     of_experts = Qwen2MoeConfig(**{**values, **moe, "layer_types": None})
-    losses, in_memory = {}, {}
+    losses, in_memory, auxiliary = {}, {}, {}
     for weight in (None, 0.0, 0.25):
         asked = {"num_stages": 1, "max_steps": 1, "router_aux_loss_coef": weight}
         _, (log,) = trained(tmp_path, copy.deepcopy(of_experts), **asked)
-        losses[weight] = log["loss"]
+        losses[weight], auxiliary[weight] = log["loss"], log.get("aux_loss")
         # A model in memory has a copy of the coefficient at its root.
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(of_experts))
@@ -510,6 +512,15 @@ def test_the_auxiliary_loss_of_experts_is_on_unless_its_weight_is_0(tmp_path: Pa
     for found in (losses, in_memory):
         assert found[None] - found[0.0] == pytest.approx(2 * (found[0.25] - found[0.0]), rel=1e-4)
         assert found[None] - found[0.0] > 0.1
+    # It is logged, as TRL does, without its weight.
+    assert auxiliary[0.0] is None
+    assert auxiliary[0.25] == pytest.approx((losses[0.25] - losses[0.0]) / 0.25, rel=1e-4)
+    made, (log,) = trained(tmp_path, copy.deepcopy(of_experts), max_steps=1, learning_rate=0.0, num_micro_batches=1)
+    first = made.evaluate(rows()[:3])
+    plain = copy.deepcopy(made.model).float().eval()
+    batch = SFTCollator(0)(list(SFTExamples(rows()[:3], chat_tokenizer())))
+    expected = plain(**batch, output_router_logits=True).aux_loss.item()
+    assert first["eval_aux_loss"] == pytest.approx(expected, rel=1e-3)
     with pytest.raises(UserError, match=r"router_aux_loss_coef=0\.1: llama has no auxiliary loss"):
         trained(tmp_path, config(), router_aux_loss_coef=0.1)
 
@@ -529,7 +540,7 @@ def test_defaults_are_trl_s(tmp_path: Path) -> None:
         ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "label_smoothing=0.1 has no meaning"),
         ({"packing": True, "packing_strategy": "best"}, "packing_strategy='best'.*bfd, bfd_split, wrapped"),
         ({"packing": True, "max_length": None}, "packing needs max_length"),
-        ({"padding_free": True}, "max_length=None"),
+        ({"padding_free": True}, "max_length=1024: .* `max_length` is not enforced then; set max_length=None"),
         # Options that were accepted and had no effect.
         ({"packing_strategy": "wrapped"}, "packing_strategy='wrapped' would have no effect: no rows are packed"),
         ({"truncation_mode": "keep_end", "max_length": None}, "truncation_mode='keep_end' would have no effect"),
@@ -564,6 +575,23 @@ def test_rows_of_trl_that_no_trainer_tokenises_name_the_trainer_that_does(tmp_pa
         made = trainer(tmp_path, family="llama", train_dataset=dataset)
         with pytest.raises(DataError, match=f"none that the model takes; they are not tokenised.*{name}"):
             made.train()
+
+
+def test_a_dataset_with_a_transform(tmp_path: Path) -> None:
+    """The preparation read it once, so that a transform that draws its rows gave the same in every epoch."""
+    made = Dataset.from_list(rows()).with_transform(lambda batch: batch)
+    with pytest.raises(UserError, match=r"Dataset\.with_transform\(\).*skip_prepare_dataset.*trainer-ready"):
+        trained(tmp_path, plain_model(config()), made)
+
+
+def test_arguments_of_a_class_above(tmp_path: Path) -> None:
+    """TRL's trainers take TrainingArguments, which were an error; other trainers' arguments still are."""
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=3e-4, logging_steps=3)
+    made = PipelineSFTTrainer(plain_model(config()), given, train_dataset=rows(), processing_class=chat_tokenizer())
+    assert type(made.args) is PipelineSFTConfig
+    assert (made.args.learning_rate, made.args.logging_steps, made.args.max_length) == (3e-4, 3, 1024)
+    with pytest.raises(UserError, match="args is a PipelineDPOConfig; this trainer needs a PipelineSFTConfig"):
+        PipelineSFTTrainer(plain_model(config()), PipelineDPOConfig(output_dir=str(tmp_path), use_cpu=True))  # type: ignore[arg-type]
 
 
 def _preferences() -> list[dict[str, str]]:
