@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,8 +28,6 @@ from hf_gpipe.trainers.trainer import TaskTrainer, as_class
 from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.base import align_special_tokens
 from hf_gpipe.training.loader import Collate
-
-logger = logging.getLogger(__name__)
 
 
 class RewardLoss(NotingLoss):
@@ -171,15 +167,6 @@ class PipelineRewardTrainer(TaskTrainer):
             return {} if is_ready else as_classifier(config, ["LABEL_0"], padding)
 
         source, own = as_class(model, fields_of, trust_remote_code=self.args.trusts_model)
-        given = self._model_options["peft_config"]
-        if own and given is not None and getattr(given, "task_type", "") is None:
-            if self.world.is_main:
-                logger.warning(
-                    "peft_config has no task_type, and the head of the model is new: task_type='SEQ_CLS' is set, with "
-                    "which it is trained, and saved with the adapters"
-                )
-            self._model_options["peft_config"] = copy.copy(given)
-            self._model_options["peft_config"].task_type = "SEQ_CLS"
         return source, self.args.model_options(model, own.get("config_overrides"))
 
     def _take_pipeline(self) -> None:

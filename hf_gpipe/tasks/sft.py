@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers import (
     EvalPrediction,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -21,8 +18,6 @@ from transformers import (
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import has_ids
-from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.chat_examples import ChatExamples, SFTCollator, SFTExamples
 from hf_gpipe.data.chats import conversation_of
 from hf_gpipe.data.packed_rows import STRATEGIES
@@ -38,7 +33,7 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.tasks.image_text import ImageTextCollator, ImageTextExamples
-from hf_gpipe.trainers.arguments import ModelArguments
+from hf_gpipe.trainers.arguments import LanguageModelArguments
 from hf_gpipe.trainers.trainer import TaskTrainer
 from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.base import default_collator, example_of
@@ -50,19 +45,16 @@ _NOT_PREPARED = "dataset_kwargs has skip_prepare_dataset=True, so the collator g
 
 
 @dataclass
-class PipelineSFTConfig(ModelArguments):
+class PipelineSFTConfig(LanguageModelArguments):
     """Arguments of `PipelineSFTTrainer`: those of `PipelineTrainer`, and TRL's SFTConfig's by their names.
 
     Raises:
         UserError: an argument that a pipeline does not support.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*ModelArguments._VALID_DICT_FIELDS, "dataset_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*LanguageModelArguments._VALID_DICT_FIELDS, "dataset_kwargs"]
 
     learning_rate: float = argument(2e-5, "Peak learning rate.")
-    router_aux_loss_coef: float | None = argument(
-        None, "Weight of the auxiliary loss of a mixture of experts; 0: no such loss; None: as in its configuration."
-    )
     chat_template_path: str | None = argument(None, "File with the chat template; its name ends in .jinja or .j2.")
     dataset_text_field: str = argument("text", "The column of texts.")
     dataset_kwargs: dict[str, Any] | str | None = argument(
@@ -210,25 +202,6 @@ class PipelineSFTTrainer(TaskTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-
-    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
-        args, is_path = self.args, isinstance(model, str | os.PathLike)
-        if is_path:
-            source = base_of(model) if has_adapters(model) else model
-            config = read_config(source, trust_remote_code=args.trusts_model)
-        else:
-            config = getattr(model, "config", model)
-        assert isinstance(config, PreTrainedConfig)
-        changes = _auxiliary(config, args)
-        new = {name: value for name, value in changes.items() if getattr(config, name, None) != value}
-        options = args.model_options(model, new)
-        if not is_path:
-            # A model has a copy of the coefficient, which its forward reads.
-            holders = [config, *(model.modules() if isinstance(model, nn.Module) else ())]
-            for name, value in changes.items():
-                for holder in (one for one in holders if one is config or name in vars(one)):
-                    setattr(holder, name, value)
-        return model, options
 
     def _check_loss(self) -> None:
         loss, args = self.pipe.loss, self.args
@@ -398,20 +371,6 @@ def _tell_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arg
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         if tokenizer.eos_token_id not in ends:
             generation.eos_token_id = [tokenizer.eos_token_id, *ends]
-
-
-def _auxiliary(config: PreTrainedConfig, args: PipelineSFTConfig) -> dict[str, Any]:
-    """Values of the configuration of a mixture of experts, whose auxiliary loss TRL turns on."""
-    coefficient = args.router_aux_loss_coef
-    if not hasattr(config, "output_router_logits"):
-        if coefficient:
-            raise UserError(
-                f"router_aux_loss_coef={coefficient!r}: {config.model_type} has no auxiliary loss of experts; leave it "
-                "out"
-            )
-        return {}
-    used = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
-    return {"output_router_logits": bool(used), "router_aux_loss_coef": used}
 
 
 class _Conversations(Task):

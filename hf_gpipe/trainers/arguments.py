@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from transformers import PreTrainedConfig
+
 from hf_gpipe.errors import UserError
 from hf_gpipe.libraries.transformers_trainer import FIELDS_OF_JSON
 from hf_gpipe.losses.noting import NotingLoss
@@ -88,6 +90,35 @@ class ModelArguments(PipelineTrainingArguments):
 
 
 @dataclass
+class LanguageModelArguments(ModelArguments):
+    """The arguments about the model of trainers that learn texts, whose loss has the auxiliary loss of experts.
+
+    Raises:
+        UserError: an argument that a pipeline does not support.
+    """
+
+    router_aux_loss_coef: float | None = argument(
+        None, "Weight of the auxiliary loss of a mixture of experts; 0: no such loss; None: as in its configuration."
+    )
+
+    def auxiliary(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Values of the configuration of a mixture of experts, whose auxiliary loss TRL turns on; of others, none.
+
+        Raises UserError where the loss is asked for and the model has none.
+        """
+        coefficient = self.router_aux_loss_coef
+        if not hasattr(config, "output_router_logits"):
+            if coefficient:
+                raise UserError(
+                    f"router_aux_loss_coef={coefficient!r}: {config.model_type} has no auxiliary loss of experts; "
+                    "leave it out"
+                )
+            return {}
+        used = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+        return {"output_router_logits": bool(used), "router_aux_loss_coef": used}
+
+
+@dataclass
 class TaskArguments(PipelineTrainingArguments):
     """Arguments of a trainer with a loss of its own, TRL's by their names.
 
@@ -134,7 +165,7 @@ class TaskArguments(PipelineTrainingArguments):
 
 
 @dataclass
-class ReferenceArguments(ModelArguments, TaskArguments):
+class ReferenceArguments(LanguageModelArguments, TaskArguments):
     """Arguments of a trainer with a reference, TRL's by their names.
 
     Raises:

@@ -26,7 +26,7 @@ from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
+from hf_gpipe.trainers.arguments import LanguageModelArguments, ModelArguments, TaskArguments
 from hf_gpipe.training.loader import Batch, Collate, MiniBatches
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -97,7 +97,24 @@ class TaskTrainer(PipelineTrainer):
     # ------------------------------------------------------------------ the model
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
-        return model, self.args.model_options(model) if isinstance(self.args, ModelArguments) else {}
+        args = self.args
+        if not isinstance(args, LanguageModelArguments):
+            return model, args.model_options(model) if isinstance(args, ModelArguments) else {}
+        is_path = isinstance(model, str | os.PathLike)
+        if is_path:
+            source = base_of(model) if has_adapters(model) else model
+            config: Any = read_config(source, trust_remote_code=args.trusts_model)
+        else:
+            config = getattr(model, "config", model)
+        changes = args.auxiliary(config)
+        new = {name: value for name, value in changes.items() if getattr(config, name, None) != value}
+        if not is_path:
+            # A model has a copy of the coefficient, which its forward reads.
+            holders = [config, *(model.modules() if isinstance(model, nn.Module) else ())]
+            for name, value in changes.items():
+                for holder in (one for one in holders if one is config or name in vars(one)):
+                    setattr(holder, name, value)
+        return model, args.model_options(model, new)
 
     def _example(self, spec: ModelSpec) -> Batch | Workload | None:
         dataset = self.train_dataset

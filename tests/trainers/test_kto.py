@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from hf_gpipe import Pipeline, PipelineKTOConfig, PipelineKTOTrainer
 from hf_gpipe.adapters.peft import without_adapters
@@ -139,6 +139,26 @@ def test_pairs_are_rows_of_single_answers() -> None:
     implicit = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in pairs[:3]]
     found = list(KTOExamples(implicit, tokenizer()))
     assert found == [*expected[:3], *expected[1000:1003]]
+
+
+def test_the_auxiliary_loss_of_experts_is_on_unless_its_weight_is_0(tmp_path: Path) -> None:
+    """It was only on in SFT; TRL's other trainers turn it on too, by the configuration's weight."""
+    values = {name: value for name, value in config().to_dict().items() if name not in ("model_type", "dtype")}
+    of_experts = MixtralConfig(**values, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5)
+    logs = {}
+    for weight in (None, 0.0):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(copy.deepcopy(of_experts))
+        options = {"router_aux_loss_coef": weight, "num_micro_batches": 1, "max_steps": 1, "logging_steps": 1}
+        made, recorder = made_trainer(tmp_path, copy.deepcopy(model), rows(4), **options, learning_rate=0.0)
+        made.train()
+        logs[weight] = recorder.logs[0]
+    batch = KTOCollator(0, 1024)([made.train_dataset[number] for number in range(4)])
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = model(**inputs, output_router_logits=True).aux_loss.item()
+    assert "aux_loss" not in logs[0.0]
+    assert logs[None]["aux_loss"] == pytest.approx(expected, rel=1e-5)
+    assert logs[None]["loss"] - logs[0.0]["loss"] == pytest.approx(0.5 * expected, rel=1e-5)
 
 
 def test_labels_of_zero_and_one() -> None:

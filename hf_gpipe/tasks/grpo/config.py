@@ -11,12 +11,12 @@ from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.settings.losses import GRPOSection
 from hf_gpipe.tasks.grpo.loss import AGGREGATIONS, GRPOLoss
 from hf_gpipe.tasks.grpo.server import RolloutServer
-from hf_gpipe.trainers.arguments import ModelArguments, TaskArguments
+from hf_gpipe.trainers.arguments import LanguageModelArguments, TaskArguments
 from hf_gpipe.training.arguments import argument
 
 
 @dataclass
-class PipelineGRPOConfig(ModelArguments, TaskArguments):
+class PipelineGRPOConfig(LanguageModelArguments, TaskArguments):
     """Arguments of `PipelineGRPOTrainer`: those of `PipelineTrainer`, and TRL's GRPOConfig's by their names.
 
     `per_device_train_batch_size` is the prompts of a mini-batch, each with `num_generations` completions.
