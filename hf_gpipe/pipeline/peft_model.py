@@ -20,9 +20,7 @@ _MERGE = "save the adapters, and merge them by hf-gpipe merge"
 _REFUSED = {
     "push_to_hub": "use push_to_hub of the trainer, or save_pretrained and huggingface_hub",
     **dict.fromkeys(("add_adapter", "load_adapter", "delete_adapter", "set_adapter", "add_weighted_adapter"), _GIVE),
-    **dict.fromkeys(
-        ("merge_adapter", "unmerge_adapter", "unload"), "save the adapters, and merge them by hf-gpipe merge"
-    ),
+    **dict.fromkeys(("merge_adapter", "unmerge_adapter", "unload"), _MERGE),
 }
 #: Attributes that belong to the model inside.
 _OF_MODEL = ("config", "generation_config", "model_tags")
