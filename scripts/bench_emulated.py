@@ -193,7 +193,7 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
 
 def visits_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """Stages whose weights visit: all of them, all but two, and experts alone, which are a part of the bytes."""
-    count, each, micro_batches = (1, 4, 2) if quick else (2, 6, 4)
+    count, each, micro_batches = (2, 4, 2) if quick else (2, 6, 4)
     common: dict[str, Any] = {"processes": count, "micro_batches": micro_batches, "pace": pace}
     common |= {"stages_each": each, "recompute": "stage"}
     # Longer than a stage's forwards, and shorter than its backwards.

@@ -198,7 +198,7 @@ _CHANGES: dict[str, dict[str, str]] = {
     },
     "training/master_weights.py": {
         '"pin_memory": [-True-]{+False+}': "the host waits for each tensor",
-        "else [-self._copy(part-]{+part.clone(+})": "the host waits for each tensor",
+        "else [-self._copies({name: part})[name]-]{+part.clone()+}": "the host waits for each tensor",
         'gradients = [-on_cpu(gradients)-]{+{name: value.to("cpu", non_blocking=True) for name, value in '
         "gradients.items()}+}": "offloaded gradients are read early: the copy has not ended",
         'gradients = [-on_cpu(gradients)-]{+{name: torch.empty_like(value, device="cpu").copy_(value) '

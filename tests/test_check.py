@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import (
     BartConfig,
-    BertConfig,
+    DistilBertConfig,
     DogeConfig,
     GraniteConfig,
     LlamaConfig,
@@ -93,7 +93,10 @@ def test_a_model_that_is_not_exact(
         (BartConfig(encoder_layerdrop=0.05, num_labels=2, architectures=["BartModel"]), "encoder_layerdrop is 0.05"),
         (LlamaConfig(output_hidden_states=True), "output_hidden_states is set"),
         (LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
-        (BertConfig(architectures=["BertForSequenceClassification"]), "BertForSequenceClassification"),
+        (
+            DistilBertConfig(architectures=["DistilBertForSequenceClassification"]),
+            "DistilBertForSequenceClassification cannot be split",
+        ),
     ],
 )
 def test_what_a_pipeline_does_not_support_is_not_exact(

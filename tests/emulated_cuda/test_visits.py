@@ -349,7 +349,7 @@ def test_streams_wait_for_each_other() -> None:
     ("line", "problem"),
     [
         ("torch.cuda.current_stream(self._devices[stage]).wait_event(loaded.is_copied)", "is not ordered after"),
-        ("stream.wait_event(buffer.is_free)", "copy_.default is not ordered after"),
+        ("stream.wait_event(loaded.buffer.is_free)", "copy_.default is not ordered after"),
         ("stream.wait_event(computed)", "copy_.default is not ordered after"),
         (
             "torch.cuda.current_stream(device).wait_event(has_left)",

@@ -453,7 +453,7 @@ def test_a_loss_that_is_not_a_number_is_filtered_as_in_the_plain_trainer(tmp_pat
     ("keywords", "message"),
     [
         ({"model": None}, "model or model_init"),
-        ({"args": TrainingArguments(output_dir="out", use_cpu=True)}, "PipelineTrainingArguments"),
+        ({"args": {"output_dir": "out"}}, "args is a dict; this trainer needs a PipelineTrainingArguments"),
     ],
 )
 def test_what_the_constructor_refuses(keywords: dict[str, Any], message: str, tmp_path: Path) -> None:
