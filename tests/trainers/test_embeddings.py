@@ -37,6 +37,7 @@ from hf_gpipe import (
     Reads,
 )
 from hf_gpipe.checkpoint.sentence_files import SentenceFiles
+from hf_gpipe.data.embedding_examples import EmbeddingCollator, EmbeddingExamples, embedded_of
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.checks import check_model, loss_of
 from hf_gpipe.from_recipe.held_out import HeldOut
@@ -44,7 +45,7 @@ from hf_gpipe.from_recipe.job import _finite
 from hf_gpipe.pipeline.exactness import compare
 from hf_gpipe.planner.report import report
 from hf_gpipe.recipe import parse_recipe
-from hf_gpipe.tasks.embeddings import EmbeddingCollator, EmbeddingExamples, embedded_of, evaluate_embeddings
+from hf_gpipe.tasks.embeddings import evaluate_embeddings
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import (
