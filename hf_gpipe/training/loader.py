@@ -138,20 +138,19 @@ class MiniBatches:
     def _plan(self, epoch: int) -> list[list[int]]:
         """The rows of each mini-batch, by index."""
         size, drawn = self.size.known_rows, self._drawn(epoch)
+        if self.order == "no_duplicates":
+            keys, count = self._keys, self.count()
+            assert size is not None  # `_keys` refuses a size in tokens
+            assert count is not None
+            batches = distinct_batches([keys[row] for row in drawn], size, count, self.seed, epoch)
+            return [drawn[batch].tolist() for batch in batches]
         lengths = None
         if self.order == "group_by_length":
             lengths = np.asarray(self._lengths())[drawn]
         if size is None:
             tokens = self._target_tokens[drawn]
             is_shuffled = self.order != "sequential"
-            count = self._num_token_batches
-            batches = token_batches(tokens, count, self.seed, epoch, lengths, shuffled=is_shuffled)
-        elif self.order == "no_duplicates":
-            num_batches = self.count()
-            assert num_batches is not None
-            keys = self._keys
-            batches = distinct_batches([keys[row] for row in drawn], size, num_batches, self.seed, epoch)
-            return [drawn[batch].tolist() for batch in batches]
+            batches = token_batches(tokens, self._num_token_batches, self.seed, epoch, lengths, shuffled=is_shuffled)
         elif lengths is not None:
             batches = length_bucketed_batches(lengths, size, self.seed, epoch)
         elif self.order == "random":

@@ -74,6 +74,20 @@ def num_targets(batch: Any) -> int:
 # ---------------------------------------------------------------------- map-style
 
 
+@pytest.mark.parametrize(
+    ("dataset", "size", "error"),
+    [
+        (Rows(8), BatchSize(4, 20), "needs mini-batches of so many rows; leave batch_tokens out"),
+        (Rows(8), BatchSize(4), "needs the texts of each row, which .* a Rows has not"),
+        (Stream(8), BatchSize(4), "an iterable dataset draws its rows itself"),
+    ],
+)
+def test_an_order_without_duplicates_that_cannot_be_made(dataset: Any, size: BatchSize, error: str) -> None:
+    """With a size in tokens, duplicates were kept without a word."""
+    with pytest.raises(UserError, match=f"train_sampling_strategy='no_duplicates'.*{error}"):
+        next(iter(MiniBatches(dataset, COLLATE, size, "no_duplicates")))
+
+
 @pytest.mark.parametrize("order", ["sequential", *STRATEGIES])
 @pytest.mark.parametrize("batch_tokens", [None, 20])
 def test_an_epoch_from_any_mini_batch_on(order: str, batch_tokens: int | None) -> None:
