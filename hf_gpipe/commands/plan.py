@@ -7,9 +7,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.errors import UserError
@@ -93,11 +92,13 @@ def _plan(options: argparse.Namespace) -> int:
         say("table", "made for this plan by pipeline.schedule=auto; --table > mine.txt writes it")
     if options.longest:
         key = request.recipe.data.length_key
-        say("longest", _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens})))
+
+        def longest(keys: Mapping[str, Any]) -> str:
+            return _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}, keys))
+
+        say("longest", longest({}))
         for name, keys in request.longer_rows(best):
-            fits_with = partial(request.fits_with, best, keys=keys)
-            longest = _longest(f"data.{key}", lambda tokens: fits_with({key: tokens}))  # noqa: B023  # called at once
-            say(name, f"{longest}; {keys_text(keys)}")
+            say(name, f"{longest(keys)}; {keys_text(keys)}")
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
         print(best.timeline.schedule.text(), end="")

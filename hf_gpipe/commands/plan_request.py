@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
@@ -219,7 +218,7 @@ class PlanRequest:
 
         return replace(best_plan(self.planner.within(None), self.config), planner=self.planner)
 
-    def fits_with(self, plan: Plan, lengths: Mapping[str, Any], keys: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    def fits_with(self, plan: Plan, lengths: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
         """Whether a plan of this request also fits with other values of keys of `data`, and of `pipeline`.
 
         Args:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def embedded_of(
     return {"texts": [prompts.get(name, "") + given[name] for name in names], "score": score}
 
 
+def _texts(ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """The ids of each text of an example, from those of all of them and from the lengths."""
+    return [list(ids[start:stop]) for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+
 @dataclass(frozen=True)
 class EmbeddingCollator(PairCollator):
     """Mini-batches of {"text_ids", "text_lengths", "score"}: the texts of an example are neighbouring rows.
@@ -82,13 +88,12 @@ class EmbeddingCollator(PairCollator):
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         texts = []
         for row in rows:
-            lengths, ids = row["text_lengths"], list(row["text_ids"])
+            lengths = row["text_lengths"]
             if len(lengths) != self.texts:
                 raise DataError(
                     f"an example has {len(lengths)} texts, and the loss is of {self.texts}; set texts to {len(lengths)}"
                 )
-            ends = torch.tensor(lengths).cumsum(0).tolist()
-            texts += [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+            texts += _texts(row["text_ids"], lengths)
         scores = torch.tensor([row["score"][0] for row in rows], dtype=torch.float32)
         if self.needs_score and bool(scores.isnan().any()):
             raise DataError("an example has no score, which the loss needs; give the rows a column 'score'")
@@ -141,8 +146,5 @@ class EmbeddingExamples(EncodedRows):
     @property
     def keys(self) -> list[frozenset[int]]:
         """A number for each text of each example, the same for equal texts."""
-        keys, columns = [], (self._table.column(name) for name in ("text_ids", "text_lengths"))
-        for ids, lengths in zip(*(column.to_pylist() for column in columns), strict=True):
-            ends = torch.tensor(lengths).cumsum(0).tolist()
-            keys.append(frozenset(hash(tuple(ids[end - n : end])) for n, end in zip(lengths, ends, strict=True)))
-        return keys
+        columns = (self._table.column(name).to_pylist() for name in ("text_ids", "text_lengths"))
+        return [frozenset(hash(tuple(text)) for text in _texts(*own)) for own in zip(*columns, strict=True)]

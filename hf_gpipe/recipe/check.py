@@ -119,7 +119,7 @@ def _check_precision(recipe: Recipe) -> None:
     has_copies = training.fp32_master_weights or recipe.lora.is_on
     if training.fp16 and dtype not in ("float32", *["float16"] * has_copies):
         raise RecipeError(
-            f"training.fp16 needs model.dtype float32, or float16 with training.fp32_master_weights or lora.r, and it "
+            "training.fp16 needs model.dtype float32, or float16 with training.fp32_master_weights or lora.r, and it "
             f"is {dtype}; set it, or use training.bf16."
         )
     if training.fp32_master_weights and dtype not in ("bfloat16", "float16"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import MissingAttributeError, UserError
 from hf_gpipe.pipeline import Pipeline
@@ -138,6 +139,5 @@ class SentenceModel:
         """The mini-batches of texts; the main process alone iterates over them."""
         for start in range(0, len(texts), size):
             cut = {"truncation": True, "max_length": self._max_length} if self._max_length is not None else {}
-            rows = self.tokenizer(list(texts[start : start + size]), **cut)["input_ids"]
-            batch = PairCollator(0).of_ids(rows)
-            yield batch | {"labels": torch.zeros(len(rows))}
+            rows = token_ids(self.tokenizer(list(texts[start : start + size]), **cut))
+            yield PairCollator(0).of_ids(rows) | {"labels": torch.zeros(len(rows))}

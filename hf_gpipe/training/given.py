@@ -21,6 +21,7 @@ from hf_gpipe.losses.vocabulary import SETTINGS
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PIPELINE_ARGUMENTS, PipelineTrainingArguments
+from hf_gpipe.training.supported import SAMPLING
 
 
 def decided_by(pipe: Pipeline) -> Mapping[str, tuple[Sequence[Any], str]]:
@@ -42,7 +43,7 @@ def decided_by(pipe: Pipeline) -> Mapping[str, tuple[Sequence[Any], str]]:
     modes = {pipe.recompute} if isinstance(pipe.recompute, str) else {*pipe.recompute}
     recomputes = [modes.isdisjoint({"none", "host"})], f"recompute={pipe.recompute!r}"
     dtype = None if autocast is None else autocast.dtype
-    samplings = ["group_by_length"] if pipe.length_bucketing else ["random", "sequential", "no_duplicates"]
+    samplings = [name for name in SAMPLING if (name == "group_by_length") == pipe.length_bucketing]
     return {name: (agreeing, repr(agreeing[0])) for name, agreeing in values.items()} | {
         "bf16": ([dtype == torch.bfloat16], f"autocast={dtype!r}"),
         "fp16": ([dtype == torch.float16], f"autocast={dtype!r}"),
