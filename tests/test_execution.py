@@ -375,12 +375,19 @@ def test_the_planner_needs_an_example() -> None:
         Pipeline(tiny_config("llama"), 2, recompute="auto")
 
 
-def test_a_pipeline_lets_go_of_the_model_that_it_was_made_from() -> None:
+@pytest.mark.parametrize("options", [{}, {"schedule": "vocab_1f1b"}, {"sequence_chunks": 2}], ids=str)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_pipeline_lets_go_of_the_model_that_it_was_made_from(num_processes: int, options: dict[str, Any]) -> None:
     """In several processes each would otherwise hold the weights of all stages."""
+    assert run_gloo(weights_left, num_processes, options) == [0] * num_processes
+
+
+def weights_left(options: dict[str, Any]) -> int:
+    """How many modules and parameters of a model are left beside the pipeline that was made from it."""
     plain = plain_model(tiny_config("llama"))
-    gone = weakref.ref(plain)
-    pipe = Pipeline(plain, 2)
+    left = [weakref.ref(part) for part in (*plain.modules(), *plain.parameters())]
+    pipe = Pipeline(plain, 2, **options)
+    of_pipe = {id(part) for model in pipe.models.values() for part in model.parameters.values()}
     del plain
     gc.collect()
-    assert gone() is None
-    assert len(pipe.stages) == 2
+    return sum(part() is not None and id(part()) not in of_pipe for part in left)

@@ -186,6 +186,23 @@ def test_the_upper_layers_load_neither_torch_nor_transformers_and_the_launcher_n
     assert finished.stdout.splitlines() == ["[]", "['torch']"]
 
 
+def test_a_pipeline_loads_no_library_that_it_may_not_need() -> None:
+    """Each process of a pipeline would hold its pages: peft and bitsandbytes take 60 MB."""
+    optional = {
+        "peft",
+        "bitsandbytes",
+        "datasets",
+        "pandas",
+        "pyarrow",
+        "sacrebleu",
+        "matplotlib",
+        "transformers.trainer",
+    }
+    code = f"import sys; from hf_gpipe import Pipeline; print(sorted({optional!r} & set(sys.modules)))"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert finished.stdout.splitlines() == ["[]"]
+
+
 def test_public_names_load_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the garbage collector, which runs again afterwards."""
     enabled = []

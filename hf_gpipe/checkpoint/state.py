@@ -15,13 +15,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Required
+from typing import TYPE_CHECKING, Annotated, Any, Required
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from safetensors import safe_open
-from transformers import TrainerState
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
@@ -29,6 +28,9 @@ from hf_gpipe.checkpoint.digests import check_tensors
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.text import show
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 FOLDER, STATE_FILE = "training_state", "state.json"
 #: The file of transformers' trainer.
@@ -303,6 +305,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     Raises:
         CheckpointError: there is none, it cannot be read, or it has other content.
     """
+    from transformers import TrainerState  # the trainer's modules bring in peft: 60 MB that a pipeline does not need
+
     path = checkpoint / TRAINER_STATE_FILE
     content = strict_json.read(path, _TrainerState, allows_nan=True)  # a loss that was logged may be neither
     try:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import digests, peft
@@ -42,6 +42,9 @@ from hf_gpipe.libraries.transformers import revert_weight_conversion, unsaved_ke
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.runtime.ties import Ties
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 Key = TypeVar("Key")
 

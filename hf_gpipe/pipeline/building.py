@@ -71,6 +71,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     models = building.models = {n: building.run_by[worker][n] for n, worker in world.own_workers.items()}
     for mode in modes.values():
         mode.add()
+    del building.weights  # channels keep the modes' builders, which would keep a whole model in every process
     of_workers = [*building.run_by.values()]
     parameters = building.parameters = StageParameters(
         adapter, models, world, of_workers, bool(config.shared_updates.zero), seed, building.shared

@@ -24,7 +24,7 @@ class Building:
     """A pipeline that is being built.
 
     Attributes:
-        weights: where they come from.
+        weights: where they come from, until all stages are assembled.
         seed: of weights that are initialised.
         ranks: among which layers are divided; None: they are whole.
         shared: the parameters of these stages, where a mode lets processes share their memory.
