@@ -56,8 +56,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, keys_text, lines_text, overrides, report, search_report, untried
+    from hf_gpipe.planner.search.choose import search_all
     from hf_gpipe.planner.search.listed import TABLE_FILE
-    from hf_gpipe.planner.search.search_all import search_all
 
     if options.longest and request.planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")

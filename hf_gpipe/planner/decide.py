@@ -73,7 +73,13 @@ class Planning:
         if self.world.has_several_machines:
             measure_machines(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
-        memory = self._memory_bytes(config.division) if config.memory is None else config.memory_bytes
+        memory: MemoryLimit = config.memory_bytes
+        if config.memory is None:
+            hosts = self.world.hosts
+            of_ranks = [steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks]
+            limits = tuple(map(min, config.division.by_worker(of_ranks)))
+            # One number where all are nearly equal.
+            memory = min(limits) if max(limits) < ALIKE * min(limits) else limits
 
         def best() -> tuple[DecidedConfig, str, str | None]:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
@@ -138,13 +144,6 @@ class Planning:
             self.tracers[division] = LayerTracer(self.adapter, loss=self.loss, as_on_gpu=as_on_gpu, division=division)
         return self.tracers[division]
 
-    def _memory_bytes(self, division: Division) -> MemoryLimit:
-        """The bytes of a device of each worker; one number where all are nearly equal."""
-        hosts = self.world.hosts
-        of_ranks = [steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks]
-        limits = tuple(map(min, division.by_worker(of_ranks)))
-        return min(limits) if max(limits) < ALIKE * min(limits) else limits
-
     def _speeds(self, config: PipelineConfig) -> tuple[float, ...] | None:
         """The relative speed of each process, measured where the configuration asks for that, or where something is
         open and GPUs differ. None: all are as fast."""
@@ -200,25 +199,24 @@ def _shown(value: Any) -> str:
 
 
 def _why(plan: Plan, config: PipelineConfig) -> str:
-    settings, planner = plan.settings, plan.planner
-    replicas = "-".join(map(str, plan.timeline.schedule.placement.replicas))
-    is_open, is_unshared = config.is_mesh_open, config.shared_updates != settings.shared_updates
-    chosen = {
-        f"{settings.num_stages} stages with {replicas} replicas": is_open,
-        f"placement {settings.placement!r}": is_open and settings.placement is not None,
-        UNSHARED: is_open and is_unshared,
-    }
+    settings, planner, chosen = plan.settings, plan.planner, []
+    if config.is_mesh_open:
+        replicas = "-".join(map(str, plan.timeline.schedule.placement.replicas))
+        chosen.append(f"{settings.num_stages} stages with {replicas} replicas")
+        chosen += [f"placement {settings.placement!r}"] * (settings.placement is not None)
+        chosen += [UNSHARED] * (config.shared_updates != settings.shared_updates)
     for name in config.left_open:
         value = getattr(settings, name)
-        is_made = value == TABLE_FILE
-        text = "a table made for this plan" if is_made else f"{name} {_shown(value)}"
-        chosen[text] = is_made or name not in ("num_stages", "replicas", "partition")
-    chosen[f"partition {list(settings.partition)} ({config.partition})"] = config.is_cut_by_cost
+        if value == TABLE_FILE:
+            chosen.append("a table made for this plan")
+        elif name not in ("num_stages", "replicas", "partition"):
+            chosen.append(f"{name} {_shown(value)}")
+    if config.is_cut_by_cost:
+        chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = "no limit of memory is known" if planner.memory_bytes is None else f"the limit is {planner.limit_text}"
     words = [
-        f"planner: {', '.join(text for text, is_said in chosen.items() if is_said)}: a step of "
-        f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak memory {size_text(plan.peak_bytes)} in a "
-        "process",
+        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak "
+        f"memory {size_text(plan.peak_bytes)} in a process",
         f"{limit}{'' if plan.fits else ', which nothing allowed fits'}{plan.uncounted}",
         untried(config, plan),
     ]

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
 from hf_gpipe.planner.costs.stage_costs import Share, StageCosts, StageLayers
-from hf_gpipe.planner.machines.network import Network
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs, sent_share
@@ -162,10 +161,16 @@ def costs_of_table(layout: Layout) -> Costs:
     network, speeds = layout.processes.network(placement), layout.processes.speeds_of(placement)
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        owned = sums.owned(*stage.run)
-        seconds = _update_seconds(layout, number, owned) / speeds[number]
-        # All of it is read and written.
-        seconds += 2 * layout.disk_bytes(number) / layout.processes.device.host.disk_rate(layout.num_updating)
+        costs, owned, seconds = sums.costs, sums.owned(*stage.run), layout.host_update_seconds(number)
+        if seconds is None and costs.update_seconds_per_parameter is not None:
+            seconds = costs.update_seconds_per_parameter * owned.trainable_count
+        if seconds is None:
+            # Gradients are read for their norm and for the update; weights and state are read and written.
+            moved = 4 * owned.trainable_bytes + 2 * layout.inputs.own_state_bytes(owned, costs.dtype)
+            seconds = moved / layout.processes.device.memory_rate
+        # All of what is on a disk is read and written.
+        on_disk = 2 * layout.disk_bytes(number) / layout.processes.device.host.disk_rate(layout.num_updating)
+        seconds = seconds / speeds[number] + on_disk
         if (shares := layout.settings.shared_updates.among(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
@@ -178,18 +183,17 @@ def costs_of_table(layout: Layout) -> Costs:
         """The seconds of an action for each stage: a value for each member of a group in turn."""
         of_stages: list[float | Sequence[float]] = []
         for stage, speed, again in zip(stages, speeds, layout.recompute_shares, strict=True):
-            run, more = stage.run, of_share(stage.share)
             values = []
-            for member in layout.of_members:
-                weights, hidden = member.weight_seconds(*run), member.hidden_seconds(*run)
-                values.append((seconds_of(member.seconds(*run, stage.inner), again, weights, hidden) + more) / speed)
+            for own in layout.of_members:
+                parts = again, own.weight_seconds(*stage.run), own.hidden_seconds(*stage.run)
+                seconds = seconds_of(own.seconds(*stage.run, stage.inner), *parts)
+                values.append((seconds + of_share(stage.share)) / speed)
             of_stages.append(values if len(values) > 1 else values[0])
         return of_stages
 
     per_byte = sent_share(layout.settings, sums.costs.dtype)
-    boundaries = [
-        per_byte * (sums.costs.layers[stage.start].input_bytes + stage.share.input_bytes) for stage in stages[1:]
-    ]
+    layers = sums.costs.layers
+    boundaries = [per_byte * (layers[stage.start].input_bytes + stage.share.input_bytes) for stage in stages[1:]]
     others: dict[str, list[float]] = {}
     for seconds_of_mode in functions_of_modes("cost", "seconds"):
         others |= seconds_of_mode(layout)
@@ -201,9 +205,7 @@ def costs_of_table(layout: Layout) -> Costs:
         # Products that W computes later hide nothing of I.
         input_seconds=each(lambda own, _, weights, hidden: own.backward - weights + hidden, of_backward),
         weight_seconds=each(lambda _, __, weights, ___: weights),
-        update_seconds=[
-            update(number, *stage) for number, stage in enumerate(zip(stages, placement.replicas, strict=True))
-        ],
+        update_seconds=[*map(update, range(len(stages)), stages, placement.replicas)],
         transfer_seconds=network.transfer_seconds(boundaries),
         reduce_seconds=[
             network.reduce_seconds(number, sums.held(*stage.run).trainable_bytes) for number, stage in enumerate(stages)
@@ -211,18 +213,6 @@ def costs_of_table(layout: Layout) -> Costs:
         turn_transfer_seconds=sum(own(layout) for own in functions_of_modes("cost", "turn_transfer_seconds")),
         others=others,
     )
-
-
-def _update_seconds(layout: Layout, number: int, owned: Parameters) -> float:
-    """The seconds of the optimizer's update of a stage."""
-    costs = layout.sums.costs
-    if (seconds := layout.host_update_seconds(number)) is not None:
-        return seconds
-    if costs.update_seconds_per_parameter is not None:
-        return costs.update_seconds_per_parameter * owned.trainable_count
-    # Gradients are read for their norm and for the update; weights and state are read and written.
-    moved = 4 * owned.trainable_bytes + 2 * layout.inputs.own_state_bytes(owned, costs.dtype)
-    return moved / layout.processes.device.memory_rate
 
 
 class Before(NamedTuple):
@@ -267,13 +257,9 @@ def _seconds_of_token(layout: Layout, of_tokens: Callable[[int, int], ModelCosts
         for stage, speed in zip(layout.stages, processes.speeds_of(placement), strict=True)
     )
     sent = [float(sums.costs.layers[stage.start].input_bytes) for stage in layout.stages[1:]]
+    network, slowest = processes.network(placement), dict[int, float]()
+    for (boundary, *_), seconds in network.transfer_seconds(sent).items():
+        slowest[boundary] = max(slowest.get(boundary, 0.0), seconds)
     # The logits of a token travel back to every process.
-    back = [float(_LOGIT_BYTES * rows * inputs.vocabulary)] * len(sent)
-    network = processes.network(placement)
-    return own + sum(_each(network, sent)) + max(_each(network, back), default=0.0)
-
-
-def _each(network: Network, sizes: Sequence[float]) -> list[float]:
-    """The seconds of a message over the slowest link of each boundary."""
-    seconds = network.transfer_seconds(sizes)
-    return [max(own for edge, own in seconds.items() if edge[0] == boundary) for boundary in range(len(sizes))]
+    back = network.transfer_seconds([float(_LOGIT_BYTES * rows * inputs.vocabulary)] * len(sent))
+    return own + sum(slowest.values()) + max(back.values(), default=0.0)

@@ -83,9 +83,9 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
         process: the process's number.
         own: the process's stages. With one stage of several, the estimate is what that stage alone needs.
     """
-    sums, converts = layout.sums, layout.converts_once
-    known = {number: sums.bytes_of(layout.stages[number], converts_once=converts) for number in own}
-    held = sums.held_by(layout.stages[number].run for number in own)
+    sums, stages, converts = layout.sums, layout.stages, layout.converts_once
+    known = {number: sums.bytes_of(stages[number], converts_once=converts) for number in own}
+    held = sums.held_by(stages[number].run for number in own)
     resident = Resident(
         held.num_bytes + sum(of_stage.converted for of_stage in known.values()),
         held.trainable_bytes,
@@ -93,10 +93,11 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
     )
     for of_mode in functions_of_modes("cost", "resident"):
         resident = of_mode(layout, process, own, resident)
+    gradients: Amounts = {Held.WEIGHT_GRADIENTS: {"gradients": resident.trained / len(own)}}
     amounts = {
         number: {
-            **sums.amounts(layout.stages[number], converts_once=converts),
-            Held.WEIGHT_GRADIENTS: {"gradients": resident.trained / len(own)},
+            **sums.amounts(stages[number], converts_once=converts),
+            **gradients,
             **resident.amounts.get(number, {}),
         }
         for number in own
@@ -106,14 +107,11 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
     fullest = max(levels, key=lambda level: sum(level.values()), default={})
     items = {name: round(size) for name, size in fullest.items()}
     reserved = dict.fromkeys(("gradients", "working"), sums.device.reserved_working_share)
-    stashes = sum(
-        layout.old_versions(number, process) * of_stage.held.trainable_bytes for number, of_stage in known.items()
-    )
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + layout.ids_bytes},
         parameters=round(resident.weights) + sum(round(of_stage.fixed) for of_stage in known.values()),
         optimizer=round(resident.state),
-        stashes=round(stashes),
+        stashes=sum(layout.old_versions(number, process) * size.held.trainable_bytes for number, size in known.items()),
         reserve=round(sum(reserved.get(item, sums.device.reserved_share) * size for item, size in fullest.items())),
         libraries=layout.library_bytes[process],
     )
@@ -128,10 +126,10 @@ class HostMemory:
     its adapters alone, and the optimizer's state of whole parameters with float32 master weights, if there are any."""
     offloaded: int
     """The float32 copies, their gradients and the optimizer's state, where these are offloaded."""
-    of_modes: Mapping[str, int]
-    """The most of what modes have there, such as graphs that wait, by words for it."""
     on_disk: int
     """The optimizer's state and master weights on a disk, which take no CPU memory."""
+    of_modes: Mapping[str, int]
+    """The most of what modes have there, such as graphs that wait, by words for it."""
 
     @property
     def hosted(self) -> int:
@@ -142,7 +140,7 @@ class HostMemory:
 def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
     """The CPU memory that each process needs. A CPU is its own host, and its graphs wait nowhere else."""
     sums, inputs, placement = layout.sums, layout.inputs, layout.table.placement
-    copies, offloaded, on_disk = ([0] * placement.num_processes for _ in range(3))
+    copies, offloaded, on_disk = every = [[0] * placement.num_processes for _ in range(3)]
     for number, (stage, workers) in enumerate(zip(layout.stages, placement.workers, strict=True)):
         owned = sums.owned(*stage.run)
         if inputs.saves_in_background:
@@ -157,14 +155,8 @@ def host_memory(layout: Layout, timeline: Timeline) -> list[HostMemory]:
     hosted: dict[str, Sequence[int]] = {}
     for of_mode in functions_of_modes("cost", "on_host"):
         hosted |= of_mode(layout, timeline)
-    return [
-        HostMemory(
-            *(copies[worker], offloaded[worker]),
-            {words: sizes[worker] for words, sizes in hosted.items()},
-            on_disk[worker],
-        )
-        for worker in range(placement.num_processes)
-    ]
+    of_modes = ({words: sizes[worker] for words, sizes in hosted.items()} for worker in range(len(copies)))
+    return [HostMemory(*own) for own in zip(*every, of_modes, strict=True)]
 
 
 class MemoryBound:
@@ -187,7 +179,7 @@ class MemoryBound:
         first = [workers[0] for workers in table.placement.workers]
         # The stages of a process share the libraries' memory.
         self._libraries = [layout.library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
-        self._stashes = [layout.old_versions(stage) for stage in range(table.num_stages)]
+        self._stashes = [*map(layout.old_versions, range(table.num_stages))]
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most bytes that stage `number` needs as the only stage of its process."""

@@ -24,7 +24,7 @@ _SMALL = 0.01
 
 
 def draw_plan(path: str | Path, plan: Plan) -> None:
-    """Write a plan as a picture (.png), or as a page with its text and the picture (.html).
+    """Write a plan as a picture (.png), or as a page with the verdict, the picture and the whole report (.html).
 
     Raises:
         UserError: another suffix, or a file that cannot be written.
@@ -38,16 +38,13 @@ def draw_plan(path: str | Path, plan: Plan) -> None:
         if suffix == ".png":
             plan_figure(plan).savefig(path)
         else:
-            Path(path).write_text(plan_page(plan), encoding="utf-8")
+            # It needs no other file.
+            text = preformatted(report(plan, width=100))
+            parts = [("Memory and time", svg_of(plan_figure(plan))), ("The plan in full", text)]
+            page = html_page("A plan of hf_gpipe", verdict(plan), parts, is_good=plan.fits)
+            Path(path).write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the picture {path}: {error.strerror or error}") from error
-
-
-def plan_page(plan: Plan) -> str:
-    """A plan as a page that needs no other file: the verdict, the picture, and everything that the report says."""
-    lines = report(plan, width=100)
-    parts = [("Memory and time", svg_of(plan_figure(plan))), ("The plan in full", preformatted(lines))]
-    return html_page("A plan of hf_gpipe", verdict(plan), parts, is_good=plan.fits)
 
 
 def plan_figure(plan: Plan) -> Figure:

@@ -90,12 +90,12 @@ class Plan:
     before: Before
 
     def __repr__(self) -> str:
-        is_known, settings = self.planner.memory_bytes is not None, self.settings
+        settings, is_known = self.settings, self.planner.memory_bytes is not None
         fits = "it does not fit" if not self.fits else "it fits" if is_known else "no limit is known"
         return (
             f"Plan({settings.num_stages} stages, {settings.num_micro_batches} micro-batches, {settings.schedule}: "
             f"{seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, {size_text(self.peak_bytes)} in "
-            f"process {self._fullest}, {fits})"
+            f"process {self.fullest}, {fits})"
         )
 
     @property
@@ -122,7 +122,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The memory estimate of the process with the highest peak."""
-        return self.memory[self._fullest].total
+        return self.memory[self.fullest].total
 
     @property
     def uncounted(self) -> str:
@@ -143,8 +143,7 @@ class Plan:
     def machine_bytes(self) -> int:
         """The most bytes of `hosted_bytes` on any machine, all of its processes together."""
         size, every = self.planner.host_size(len(self.memory)), self.hosted_bytes
-        hosted = [sum(every[start : start + size]) for start in range(0, len(every), size)]
-        return self.planner.division.num_ranks * max(hosted)
+        return self.planner.division.num_ranks * max(sum(every[n : n + size]) for n in range(0, len(every), size))
 
     @property
     def host_fullness(self) -> float:
@@ -161,47 +160,42 @@ class Plan:
             for stage, speed in zip(self.layout.stages, self.planner.speeds_of(placement), strict=True)
         ]
         return tuple(
-            ProcessPlan(number, placement.stages_of(number), memory, time_of(self.timeline, number, again))
+            ProcessPlan(number, placement.stages_of(number), memory, _time_of(self.timeline, number, again))
             for number, memory in enumerate(self.memory)
         )
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """All stages, in order."""
-        return tuple(map(self._stage, range(self.settings.num_stages)))
-
-    def _stage(self, number: int) -> StagePlan:
-        layout, timeline, stage = self.layout, self.timeline, self.layout.stages[number]
-        placement, names = timeline.schedule.placement, [layer.name for layer in self.costs.layers]
-        # The process is the first replica's, which has the most micro-batches.
-        process = placement.workers[number][0]
-        is_alone = placement.stages_of(process) == (number,)
-        return StagePlan(
-            number=number,
-            process=process,
-            layers=range(*stage.run),
-            first_layer=names[stage.start],
-            last_layer=names[stage.stop - 1],
-            num_parameters=layout.sums.held(*stage.run).count,
-            recompute=str(Recompute.parse(self.settings.recompute, self.settings.num_stages).entries[number]),
-            memory=self.memory[process] if is_alone else estimate_memory(layout, timeline, process, (number,)),
-            busy_seconds=float(timeline.busy_seconds(number)) / timeline.schedule.num_steps,
-        )
-
-    @property
-    def fullest_process(self) -> ProcessPlan:
-        """The process that needs the most memory, as a share of its limit; the first of several equal ones."""
-        return self.processes[self._fullest]
+        layout, timeline, table, stages = self.layout, self.timeline, self.timeline.schedule, []
+        entries = Recompute.parse(self.settings.recompute, table.num_stages).entries
+        for number, (stage, workers) in enumerate(zip(layout.stages, table.placement.workers, strict=True)):
+            # The process is the first replica's, which has the most micro-batches.
+            is_alone = table.placement.stages_of(process := workers[0]) == (number,)
+            own = StagePlan(
+                number=number,
+                process=process,
+                layers=range(*stage.run),
+                first_layer=self.costs.layers[stage.start].name,
+                last_layer=self.costs.layers[stage.stop - 1].name,
+                num_parameters=layout.sums.held(*stage.run).count,
+                recompute=str(entries[number]),
+                memory=self.memory[process] if is_alone else estimate_memory(layout, timeline, process, (number,)),
+                busy_seconds=float(timeline.busy_seconds(number)) / table.num_steps,
+            )
+            stages.append(own)
+        return tuple(stages)
 
     @cached_property
-    def _fullest(self) -> int:
+    def fullest(self) -> int:
+        """The process that needs the most memory, as a share of its limit; the first of several equal ones."""
         return max(range(len(self.memory)), key=self._fullness_of)
 
     @property
     def fullness(self) -> float:
         """The largest share of a limit that a process or a machine needs. Where no limit is known, it is the peak
         bytes of the process with the highest peak."""
-        return max(self._fullness_of(self._fullest), self.host_fullness)
+        return max(self._fullness_of(self.fullest), self.host_fullness)
 
     def _fullness_of(self, process: int) -> float:
         return self.memory[process].total / (self.planner.limit_of(process) or 1)
@@ -215,7 +209,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether every process and every machine stays within its limit; True where none is known."""
         is_known = self.planner.memory_bytes is not None
-        return self.host_fullness <= 1 and not (is_known and self._fullness_of(self._fullest) > 1)
+        return self.host_fullness <= 1 and not (is_known and self._fullness_of(self.fullest) > 1)
 
     @property
     def sort_key(self) -> tuple[float, ...]:
@@ -345,16 +339,6 @@ class Planner(Processes):
             self._sums[key] = whole, each
         return self._sums[key]
 
-    def _stage_layers(self, settings: DecidedConfig) -> list[StageLayers]:
-        blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
-        rows = self.micro_batch_rows(settings.num_micro_batches)
-        count = settings.num_stages
-        shares = [NOTHING] * count if self._shares is None else self._shares(rows, count)
-        return [
-            StageLayers(start, stop, "block" if stage in blocks else "none", shares[stage])
-            for stage, start, stop in stages_of(settings.partition)
-        ]
-
     def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
         """The table that a pipeline with these settings runs; arguments and errors are those of `table_of`."""
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
@@ -365,7 +349,13 @@ class Planner(Processes):
     def layout(self, settings: DecidedConfig, table: Schedule | None = None) -> Layout:
         """The layout of these settings with a table; None: the table that the settings run. Raises as `table`."""
         sums, of_members = self._sums_of(settings)
-        stages = self._stage_layers(settings)
+        rows, count = self.micro_batch_rows(settings.num_micro_batches), settings.num_stages
+        blocks = Recompute.parse(settings.recompute, count).block_stages
+        shares = [NOTHING] * count if self._shares is None else self._shares(rows, count)
+        stages = [
+            StageLayers(start, stop, "block" if stage in blocks else "none", shares[stage])
+            for stage, start, stop in stages_of(settings.partition)
+        ]
         if table is None:
             table = self.table(settings, [sums.owned(*stage.run).count for stage in stages])
         links = tuple(link for own in functions_of_modes("cost", "links") for link in own(table))
@@ -398,7 +388,7 @@ class Planner(Processes):
         return Plan(layout, self, costs, timeline, memory, before_table(layout, self.num_forwards, self.of_tokens))
 
 
-def time_of(timeline: Timeline, process: int, again: Sequence[float]) -> TimeEstimate:
+def _time_of(timeline: Timeline, process: int, again: Sequence[float]) -> TimeEstimate:
     """The seconds of a process in a step: the mean, where a table has several steps. `again` has the seconds in which a
     backward of each stage recomputes blocks."""
     parts = dict.fromkeys((kind.part for kind in KINDS.values()), 0.0)

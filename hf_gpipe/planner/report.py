@@ -19,9 +19,9 @@ from hf_gpipe.planner.machines.devices import SCREEN_BYTES
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.search.advice import SMALL_BUBBLE, limit_of_step, smaller_bubble, smallest_fix, why_waiting
+from hf_gpipe.planner.search.choose import SearchResult, way_of
 from hf_gpipe.planner.search.listed import TABLE_FILE
-from hf_gpipe.planner.search.search_all import SearchResult, way_of
-from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
+from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.registry import functions_of_modes
 from hf_gpipe.schedule import groups, is_table_file
 from hf_gpipe.schedule.messages import num_communicators
@@ -47,44 +47,80 @@ def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str
     With `verbose` it also has what explains the prediction, and lists of stages and ranks in full. Lines of words have
     at most `width` columns; None: any number.
     """
-    settings, planner, costs = plan.settings, plan.planner, plan.costs
-    short: Callable[[str], str] = (lambda text: text) if verbose else folded
-    types = costs.dtype if costs.compute_dtype == costs.dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
-    ranks = "" if planner.division.is_whole else " on each rank"
-    times = "" if planner.division.is_whole else f" times {planner.division.num_ranks}"
     hosts = host_lines(plan)
-    first = [
-        ("verdict", verdict(plan)),
-        ("step", f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, for a mini-batch of {rows_text(plan)}"),
-        ("bubble", _bubble(plan) if plan.bubble <= LARGE_BUBBLE else ""),
-        ("screen", _screen(plan)),
-        ("memory", _memory(plan)),
-        ("model", f"{count_text(costs.total.count)} parameters{ranks} in {len(costs.layers)} layers, {types}"),
-        ("mini-batch", _mini_batch(plan)),
-        ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {short(planner.text)}"),
-        (
-            "pipeline",
-            f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {short(_recompute(plan))}, layers "
-            f"a stage {short(runs_text(settings.partition))}",
-        ),
-        ("logits", f"made whole: {costs.whole_logits}" if costs.whole_logits else ""),
-        *((name, short(text) if name == "processes" else text) for name, text in mesh_lines(plan)),
-        ("before", _before(plan)),
-        *((name, hosts[name]) for name in ("host", "optimizer", "disk")),
-        *(line for of_mode in functions_of_modes("cost", "lines") for line in of_mode(plan)),
-    ]
-    why = [
-        ("parts", _parts(plan)),
-        ("time", _slowest(plan)),
-        ("limit", limit_of_step(plan)),
-        ("saving", hosts["saving"]),
-        (
-            "layers",
-            "; ".join(f"stage {stage.number}: {stage.first_layer} .. {stage.last_layer}" for stage in plan.stages),
-        ),
-    ]
-    parts = [lines_text(first, width), _table(plan, verbose, width), lines_text(why, width) if verbose else ""]
-    return "\n\n".join(filter(None, parts))
+    lines = lines_text(_lines(plan, hosts, str if verbose else folded), width)
+    reasons = lines_text(_reasons(plan, hosts), width) if verbose else ""
+    return "\n\n".join(filter(None, (lines, _table(plan, verbose, width), reasons)))
+
+
+def _lines(plan: Plan, hosts: Mapping[str, str], short: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    """Yield the lines above the table. One without a text is not shown; `short` leaves parts of long lists out."""
+    settings, planner, costs, process = plan.settings, plan.planner, plan.costs, plan.processes[plan.fullest]
+    inputs, workload, size = planner.inputs, costs.workload, plan.timeline.schedule.group_size
+    yield "verdict", verdict(plan)
+    yield "step", f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, for a mini-batch of {_rows(plan)}"
+    yield "bubble", _bubble(plan) if plan.bubble <= LARGE_BUBBLE else ""
+    has_screen = planner.device.name.startswith("rtx") and isinstance(planner.memory_bytes, int)
+    if has_screen and plan.fits and (spare := (planner.limit_of(0) or 0) - plan.memory[0].total) < SCREEN_BYTES:
+        yield (
+            "screen",
+            f"process 0 has {size_text(spare)} to spare, and a desktop takes about {size_text(SCREEN_BYTES)}; if its "
+            "card drives a screen, plan with --screen",
+        )
+    items = [(getattr(process.memory, item.name), item.metadata["words"]) for item in fields(process.memory)]
+    largest = ", ".join(f"{size_text(size)} {words}" for size, words in sorted(items, key=lambda item: -item[0])[:3])
+    stages = f"stage {process.stages[0]}" if len(process.stages) == 1 else f"stages {list(process.stages)}"
+    peak = size_text(process.memory.total)
+    yield "memory", f"process {process.number} ({stages}) has the peak: {peak}, of it {largest}"
+    types = costs.dtype if costs.compute_dtype == costs.dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
+    ranks, times = ("", "") if planner.division.is_whole else (" on each rank", f" times {planner.division.num_ranks}")
+    yield "model", f"{count_text(costs.total.count)} parameters{ranks} in {len(costs.layers)} layers, {types}"
+    number = plan.timeline.schedule.num_micro_batches // (plan.timeline.schedule.num_steps * size)
+    cut = f", {groups.cut_in_words(size, workload.target_tokens)}" if size > 1 else ""
+    longest = f"; rows are counted at {_columns(plan)} tokens, the longest" if workload.has_padding else ""
+    micro_batches = f"{number} micro-batches of at most {workload.rows}{', packed' * workload.is_packed}{cut}"
+    yield "mini-batch", f"{_rows(plan)}, as {micro_batches}{longest}"
+    yield "devices", f"{settings.num_processes}{times} x {planner.device.name}, {short(planner.text)}"
+    yield (
+        "pipeline",
+        f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {short(_recompute(plan))}, layers "
+        f"a stage {short(runs_text(settings.partition))}",
+    )
+    yield "logits", costs.whole_logits and f"made whole: {costs.whole_logits}"
+    yield from _mesh_lines(plan, short)
+    (forwards, generation), count = plan.before, planner.num_forwards
+    words = {
+        f"{seconds_text(generation)} for {inputs.new_tokens} new tokens a row": generation,
+        f"{seconds_text(forwards)} for {count} {'pass' if count == 1 else 'passes'} of forwards": forwards,
+        f"then the table {inputs.updates} times, {seconds_text(plan.table_seconds)} each": inputs.updates > 1,
+    }
+    if before := ", ".join(text for text, is_there in words.items() if is_there):
+        yield "before", f"of the step, {before}"
+    yield from ((name, hosts[name]) for name in ("host", "optimizer", "disk"))
+    yield from (line for of_mode in functions_of_modes("cost", "lines") for line in of_mode(plan))
+
+
+def _reasons(plan: Plan, hosts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the lines below the table, which explain the prediction."""
+    times, stages = [asdict(process.time) for process in plan.processes], plan.stages
+    means = {name: sum(time[name] for time in times) / len(times) for name in times[0] if name != "bubble"}
+    parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in means.items())
+    source = "measured layers" if plan.costs.is_measured else "rates of the device"
+    yield "parts", f"a process on average: {parts}; from {source}"
+    slowest, mean = plan.slowest_stage, sum(stage.busy_seconds for stage in stages) / len(stages)
+    seconds = {index: plan.layout.sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
+    dearest = max(seconds, key=lambda index: seconds[index])
+    share = seconds[dearest] / (sum(seconds.values()) or 1)
+    is_dear = len(seconds) > 1 and share > 1.5 / len(seconds)
+    dear = f", {plan.costs.layers[dearest].name} is {share:.0%} of it" if is_dear else ""
+    yield (
+        "time",
+        f"the slowest is stage {slowest.number}: {seconds_text(slowest.busy_seconds)} of work, "
+        f"{slowest.busy_seconds / mean if mean else 1:.2f} times the mean ({len(slowest.layers)} layers{dear})",
+    )
+    yield "limit", limit_of_step(plan)
+    yield "saving", hosts["saving"]
+    yield "layers", "; ".join(f"stage {stage.number}: {stage.first_layer} .. {stage.last_layer}" for stage in stages)
 
 
 def lines_text(lines: Iterable[tuple[str, str]], width: int | None, end: str = "") -> str:
@@ -110,24 +146,22 @@ def folded(text: str, most: int = 48) -> str:
 
 def verdict(plan: Plan) -> str:
     """Whether a plan fits; where it does not, the smallest change that makes it fit; where devices wait much, why."""
-    process = plan.fullest_process
-    limit = plan.planner.limit_of(process.number)
+    limit = plan.planner.limit_of(plan.fullest)
     waits = f", but {_bubble(plan)}" if plan.fits and plan.bubble > LARGE_BUBBLE else ""
     if limit is None and plan.fits:
         needs = f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
         return f"{needs}{plan.uncounted}{waits}"
-    needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
+    needs = f"process {plan.fullest} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
     if plan.host_fullness > 1:
         there = size_text(plan.planner.device.host.memory_bytes or 0)
         needs += f", and {_hosted(plan)} need {size_text(plan.machine_bytes)} of {there} of CPU memory"
     return f"fits: {needs}{plan.uncounted}{waits}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
-def rows_text(plan: Plan) -> str:
+def _rows(plan: Plan) -> str:
     """The mini-batch in words: "16 rows of 2048 tokens"."""
-    entries = plan.costs.workload.entries
-    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in entries if shape)
-    return f"{plan.planner.rows} rows of {shapes if entries else f'{_columns(plan)} tokens'}"
+    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in plan.costs.workload.entries if shape)
+    return f"{plan.planner.rows} rows of {shapes if plan.costs.workload.entries else f'{_columns(plan)} tokens'}"
 
 
 def _columns(plan: Plan) -> str:
@@ -135,17 +169,6 @@ def _columns(plan: Plan) -> str:
     workload = plan.costs.workload
     is_encoder_decoder = any(layer.stack == "encoder" for layer in plan.costs.layers)
     return f"{workload.source_tokens} + " * is_encoder_decoder + str(workload.target_tokens)
-
-
-def _mini_batch(plan: Plan) -> str:
-    workload, table = plan.costs.workload, plan.timeline.schedule
-    size = table.group_size
-    cut = f", {groups.cut_in_words(size, workload.target_tokens)}" if size > 1 else ""
-    longest = f"; rows are counted at {_columns(plan)} tokens, the longest" if workload.has_padding else ""
-    return (
-        f"{rows_text(plan)}, as {table.num_micro_batches // (table.num_steps * size)} micro-batches of at most "
-        f"{workload.rows}{', packed' * workload.is_packed}{cut}{longest}"
-    )
 
 
 def _bubble(plan: Plan) -> str:
@@ -156,37 +179,25 @@ def _bubble(plan: Plan) -> str:
     return f"devices wait for {plan.bubble:.0%} of the step: {why_waiting(plan)}{'; ' * bool(change)}{change}"
 
 
-def _screen(plan: Plan) -> str:
-    """Advice for a plan that leaves no room for a screen on its first device; empty where it does, or has no screen."""
-    limit, planner = plan.planner.limit_of(0), plan.planner
-    has_screen = planner.device.name.startswith("rtx") and isinstance(planner.memory_bytes, int)
-    spare = 0 if limit is None else limit - plan.memory[0].total
-    if not has_screen or not plan.fits or spare >= SCREEN_BYTES:
-        return ""
-    return (
-        f"process 0 has {size_text(spare)} to spare, and a desktop takes about {size_text(SCREEN_BYTES)}; if its card "
-        "drives a screen, plan with --screen"
-    )
-
-
 def host_lines(plan: Plan) -> dict[str, str]:
     """The CPU memory of all processes: of modes, of an offloaded optimizer, and of saves; empty where there is none."""
-    every = plan.on_hosts
-    sizes = {"host": plan.hosted_bytes, "optimizer": [o.offloaded for o in every], "saving": [o.copies for o in every]}
-    sizes["disk"] = [own.on_disk for own in every]
-    copies = "gradients of copies" if any(sizes["disk"]) else "its state and copies"
+    is_on_disk = any(own.on_disk for own in plan.on_hosts)
+    copies = "gradients of copies" if is_on_disk else "its state and copies"
     texts = {
-        "host": f"{_hosted(plan)} are in CPU memory: {{}}",
-        "optimizer": f"{copies} of the weights are in CPU memory: {{}}",
-        "disk": "the optimizer's state and its master weights are in files, and not in CPU memory: {}",
-        "saving": "in the background from copies in CPU memory: {}; where processes compute on the CPU, this comes on "
-        "top",
+        "host": ("hosted", f"{_hosted(plan)} are in CPU memory: ", ""),
+        "optimizer": ("offloaded", f"{copies} of the weights are in CPU memory: ", ""),
+        "disk": ("on_disk", "the optimizer's state and its master weights are in files, and not in CPU memory: ", ""),
+        "saving": (
+            *("copies", "in the background from copies in CPU memory: "),
+            "; where processes compute on the CPU, this comes on top",
+        ),
     }
     lines = {}
-    for name, own in sizes.items():
+    for name, (of, words, end) in texts.items():
+        own = [getattr(host, of) for host in plan.on_hosts]
         most = max(own)
-        words = f"{size_text(sum(own))} in all, at most {size_text(most)} (process {own.index(most)})"
-        lines[name] = texts[name].format(words) if most else ""
+        sizes = f"{size_text(sum(own))} in all, at most {size_text(most)} (process {own.index(most)})"
+        lines[name] = f"{words}{sizes}{end}" if most else ""
     return lines
 
 
@@ -195,81 +206,59 @@ def _hosted(plan: Plan) -> str:
     return " and ".join(plan.on_hosts[0].of_modes)
 
 
-def _before(plan: Plan) -> str:
-    """The time of what a step does before its table; empty where there is nothing."""
-    (forwards, generation), inputs, count = plan.before, plan.planner.inputs, plan.planner.num_forwards
-    words = {
-        f"{seconds_text(generation)} for {inputs.new_tokens} new tokens a row": generation,
-        f"{seconds_text(forwards)} for {count} {'pass' if count == 1 else 'passes'} of forwards": forwards,
-        f"then the table {inputs.updates} times, {seconds_text(plan.table_seconds)} each": inputs.updates > 1,
-    }
-    shown = ", ".join(text for text, is_there in words.items() if is_there)
-    return f"of the step, {shown}" if shown else ""
-
-
-def _memory(plan: Plan) -> str:
-    """The process with the highest peak memory, and its largest items."""
-    process = plan.fullest_process
-    items = [(getattr(process.memory, item.name), item.metadata["words"]) for item in fields(process.memory)]
-    items.sort(key=lambda item: -item[0])
-    largest = ", ".join(f"{size_text(size)} {words}" for size, words in items[:3])
-    stages = f"stage {process.stages[0]}" if len(process.stages) == 1 else f"stages {list(process.stages)}"
-    return f"process {process.number} ({stages}) has the peak: {size_text(process.memory.total)}, of it {largest}"
-
-
-def _slowest(plan: Plan) -> str:
-    """The slowest stage, and what makes it so."""
-    slowest, mean = plan.slowest_stage, sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
-    seconds = {index: plan.layout.sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
-    dearest = max(seconds, key=lambda index: seconds[index])
-    share = seconds[dearest] / (sum(seconds.values()) or 1)
-    is_dear = len(seconds) > 1 and share > 1.5 / len(seconds)
-    dear = f", {plan.costs.layers[dearest].name} is {share:.0%} of it" if is_dear else ""
-    return (
-        f"the slowest is stage {slowest.number}: {seconds_text(slowest.busy_seconds)} of work, "
-        f"{slowest.busy_seconds / mean if mean else 1:.2f} times the mean ({len(slowest.layers)} layers{dear})"
-    )
-
-
-def _parts(plan: Plan) -> str:
-    times = [asdict(process.time) for process in plan.processes]
-    parts = {name: sum(time[name] for time in times) / len(times) for name in times[0] if name != "bubble"}
-    words = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts.items())
-    how = "measured layers" if plan.costs.is_measured else "rates of the device"
-    return f"a process on average: {words}; from {how}"
-
-
 def _table(plan: Plan, verbose: bool, width: int | None) -> str:
     """The layers, memory and work of each stage. Without `verbose` many stages that are alike share the line of the
     one that holds the most, and gradients and the optimizer's state are one column, as where there is little room."""
-    are_apart = verbose and (width is None or width >= _WIDE)
-    trained = ("grads", "optimizer") if are_apart else ("training",)
-    rows = [("stage", "process", "layers", "params", "weights", *trained, "kept", "working", "total", "busy")]
+    are_apart, looks = verbose and (width is None or width >= _WIDE), attrgetter("num_parameters", "recompute")
     groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
     if len(plan.stages) >= _MANY_STAGES and not verbose:
-        looks = attrgetter("num_parameters", "recompute")
         groups = [list(group) for _, group in groupby(plan.stages, key=lambda stage: (len(stage.layers), looks(stage)))]
+    rows = []
     for group in groups:
         stage = max(group, key=lambda stage: stage.memory.total)
         memory = stage.memory
-        states = (memory.gradients, memory.optimizer)
-        kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
-        working = memory.working + memory.reserve + memory.libraries
-        sizes = (memory.parameters + memory.stashes, *(states if are_apart else (sum(states),)), kept, working)
-        ends = [group[0], group[-1]]
-        rows.append(
-            (
-                "-".join(dict.fromkeys(str(end.number) for end in ends)),
-                "-".join(dict.fromkeys(str(end.process) for end in ends)),
-                str(len(stage.layers)),
-                count_text(stage.num_parameters, ".3g"),
-                *map(size_text, (*sizes, memory.total)),
-                seconds_text(stage.busy_seconds),
-            )
-        )
-    if all(row[0] == row[1] for row in rows[1:]):
-        rows = [(row[0], *row[2:]) for row in rows]
-    return table_text(rows, left=())
+        trained = {"grads": memory.gradients, "optimizer": memory.optimizer}
+        sizes = {
+            "weights": memory.parameters + memory.stashes,
+            **(trained if are_apart else {"training": sum(trained.values())}),
+            "kept": memory.boundaries + memory.activations + memory.logits + memory.early_gradients,
+            "working": memory.working + memory.reserve + memory.libraries,
+            "total": memory.total,
+        }
+        row = {
+            name: "-".join(dict.fromkeys(str(getattr(end, of)) for end in (group[0], group[-1])))
+            for name, of in (("stage", "number"), ("process", "process"))
+        }
+        row |= {"layers": str(len(stage.layers)), "params": count_text(stage.num_parameters, ".3g")}
+        row |= {name: size_text(size) for name, size in sizes.items()} | {"busy": seconds_text(stage.busy_seconds)}
+        rows.append(row)
+    shown = [name for name in rows[0] if name != "process" or any(row["stage"] != row["process"] for row in rows)]
+    return table_text([shown, *([row[name] for name in shown] for row in rows)], left=())
+
+
+def _is_mesh(plan: Plan) -> bool:
+    """Whether links of several kinds or replicas are part of a plan."""
+    planner = plan.planner
+    return not (planner.cluster is None and planner.division.is_whole) or plan.timeline.schedule.placement.has_replicas
+
+
+def _mesh_lines(plan: Plan, short: Callable[[str], str] = str) -> Iterator[tuple[str, str]]:
+    """Yield the cluster, the replicas and what is sent; nothing for one pipeline on equal links."""
+    if not _is_mesh(plan):
+        return
+    placement, sent, division = plan.timeline.schedule.placement, traffic(plan), plan.planner.division
+    if (cluster := plan.planner.cluster) is not None:
+        links = [f"{level.parts} at {level.bytes_per_second / 1e9:.4g} GB/s" for level in reversed(cluster.levels)]
+        yield "cluster", f"{cluster}: {', each of '.join(links)}"
+    yield "replicas", f"{runs_text(placement.replicas)} of the stages"
+    yield "processes", short(f"{placement}, of each stage")
+    in_layers = "" if division.is_whole else f", {bytes_text(sent.sums)} inside of layers"
+    yield (
+        "traffic",
+        f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "
+        f"between stages{in_layers}); data parallelism on {division.num_ranks * placement.num_processes} devices "
+        f"{bytes_text(sent.data_parallel)}",
+    )
 
 
 def _recompute(plan: Plan) -> str:
@@ -307,7 +296,7 @@ def search_report(result: SearchResult, recipe: PipelineConfig, width: int | Non
         stays = f"where {_STAY}, it takes {size} or more to fit them" if size else ""
         parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines, ""]
         parts += [lines_text([("overrides", overrides(shown[0], recipe))], width, " \\")]
-        parts += [lines_text([*mesh_lines(shown[0]), ("divided", stays)], width)]
+        parts += [lines_text([*_mesh_lines(shown[0]), ("divided", stays)], width)]
     else:
         parts.append("none of them fits")
     ways = [*_ways(result), ("left out", untried(None, *result.fastest, *result.ways, result.leanest))]
@@ -408,7 +397,18 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             }
             for process, host in zip(plan.processes, plan.on_hosts, strict=True)
         ],
-        **(mesh_dict(plan) if is_mesh(plan) else {}),
+        **(_mesh(plan) if _is_mesh(plan) else {}),
+    }
+
+
+def _mesh(plan: Plan) -> dict[str, Any]:
+    """The content of `_mesh_lines` for JSON."""
+    cluster, sent = plan.planner.cluster, traffic(plan)
+    return {
+        "cluster": cluster and {"name": str(cluster), "levels": [asdict(level) for level in cluster.levels]},
+        "replicas": plan.settings.replicas,
+        "processes_of_stages": [list(own) for own in plan.timeline.schedule.placement.workers],
+        "bytes_per_row": {**asdict(sent), "total": sent.total},
     }
 
 

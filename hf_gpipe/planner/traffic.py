@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.text import bytes_text, runs_text
 
 
 @dataclass(frozen=True)
@@ -71,46 +69,3 @@ def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
                 if not other.kind.turn and table.worker_of(other) != worker:
                     counts[max(action.stage, other.stage)][action.kind.takes_gradient] += 1
     return {stage: (down, up) for stage, (down, up) in counts.items()}
-
-
-def is_mesh(plan: Plan) -> bool:
-    """Whether links of several kinds or replicas are part of a plan."""
-    planner, placement = plan.planner, plan.timeline.schedule.placement
-    return planner.cluster is not None or placement.has_replicas or not planner.division.is_whole
-
-
-def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
-    """The cluster, the replicas and what is sent; nothing for one pipeline on equal links."""
-    if not is_mesh(plan):
-        return []
-    placement, sent, division = plan.timeline.schedule.placement, traffic(plan), plan.planner.division
-    in_layers = "" if division.is_whole else f", {bytes_text(sent.sums)} inside of layers"
-    lines = [
-        ("replicas", f"{runs_text(placement.replicas)} of the stages"),
-        ("processes", f"{placement}, of each stage"),
-        (
-            "traffic",
-            f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "
-            f"between stages{in_layers}); data parallelism on "
-            f"{division.num_ranks * placement.num_processes} devices "
-            f"{bytes_text(sent.data_parallel)}",
-        ),
-    ]
-    cluster = plan.planner.cluster
-    if cluster is None:
-        return lines
-    links = [f"{level.parts} at {level.bytes_per_second / 1e9:.4g} GB/s" for level in reversed(cluster.levels)]
-    return [("cluster", f"{cluster}: {', each of '.join(links)}"), *lines]
-
-
-def mesh_dict(plan: Plan) -> dict[str, Any]:
-    """The content of `mesh_lines` for JSON: bytes, seconds and numbers."""
-    cluster, sent = plan.planner.cluster, traffic(plan)
-    return {
-        "cluster": None
-        if cluster is None
-        else {"name": str(cluster), "levels": [asdict(level) for level in cluster.levels]},
-        "replicas": plan.settings.replicas,
-        "processes_of_stages": [list(own) for own in plan.timeline.schedule.placement.workers],
-        "bytes_per_row": {**asdict(sent), "total": sent.total},
-    }

@@ -104,7 +104,8 @@ class Workload:
             documents = packed_parts(on_cpu, 1, target_keys)[0]
             sources = [len(token_ids(document)) for document in documents]
             targets = [len(document["labels"]) for document in documents] if target_keys else sources
-            return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
+            sizes = ((-(-sum(lengths) // len(lengths)), max(lengths)) for lengths in (sources, targets))
+            return cls.packed(len(documents), *sizes)
         images = None if adapter is None else adapter.row_images(on_cpu)
         rows, source = token_ids(batch).shape
         mask = batch.get("attention_mask")
@@ -182,11 +183,6 @@ class Workload:
                     labels[-1, -1] = IGNORED_LABEL
             inputs["attention_mask"] = mask
         return adapter.prepare(inputs if self.row_images is None else adapter.with_row_images(inputs, self.row_images))
-
-
-def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:
-    """The mean of some lengths, rounded up, and the greatest."""
-    return -(-sum(lengths) // len(lengths)), max(lengths)
 
 
 #: Fields of `PlanInputs` that only the process that reads the data needs, or that follow from what it tells.
@@ -281,13 +277,13 @@ class PlanInputs:
                 f"{nearest(self.optim, OPTIMIZERS)}"
             )
 
-    def _scale(self, dtype: str) -> float:
-        """The bytes of a value that is updated per byte of a weight of this type."""
-        return 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else 1
+    def _updated_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of the values that are updated: trainable weights of this type, or their float32 copies."""
+        return size.trainable_bytes * (4 / ITEM_BYTES[dtype] if self.fp32_master_weights else 1)
 
     def own_state_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes of the optimizer's state of trainable weights of this type, wherever it is."""
-        updated = self._scale(dtype) * size.trainable_bytes
+        updated = self._updated_bytes(size, dtype)
         return OPTIMIZERS[self.optim].num_bytes(size.trainable_count, size.exact_count, updated)
 
     def state_bytes(self, size: Parameters, dtype: str) -> float:
@@ -299,7 +295,7 @@ class PlanInputs:
 
     def copy_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes of weights' copies, their gradients and the optimizer's state."""
-        return 2 * self._scale(dtype) * size.trainable_bytes + self.own_state_bytes(size, dtype)
+        return 2 * self._updated_bytes(size, dtype) + self.own_state_bytes(size, dtype)
 
     def hosted_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes of `copy_bytes` that are in CPU memory."""
@@ -310,12 +306,11 @@ class PlanInputs:
         if not self.state_on_disk:
             return 0.0
         has_copies = self.fp32_master_weights or self.offload_optimizer
-        return self.own_state_bytes(size, dtype) + has_copies * self._scale(dtype) * size.trainable_bytes
+        return self.own_state_bytes(size, dtype) + has_copies * self._updated_bytes(size, dtype)
 
     def saved_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes of optimizer state and master weights in a checkpoint."""
-        copies = self._scale(dtype) * size.trainable_bytes if self.fp32_master_weights else 0
-        return copies + self.own_state_bytes(size, dtype)
+        return self.own_state_bytes(size, dtype) + self.fp32_master_weights * self._updated_bytes(size, dtype)
 
     def moved_bytes(self, size: Parameters, dtype: str) -> float:
         """The bytes that the host reads and writes in an update of trainable weights of this type."""

@@ -13,10 +13,9 @@ from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.choose import allowed_plans, best_plan
+from hf_gpipe.planner.search.choose import allowed_plans, best_plan, search_all
 from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.meshes import with_mesh
-from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import Placement, placement_for
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
@@ -172,7 +171,7 @@ def test_stages_stay_inside_of_machines_that_are_far_apart() -> None:
     """Eight blocks on 2x4 devices whose machines are far apart: little crosses between them."""
     within = planner(blocks(8, weights=1000 * MIB), rows=16)
     within.cluster = parse_cluster("2x4@100MB/s,100GB/s")
-    found = search(within, PipelineConfig(num_processes=1).with_auto(8))
+    found = search_all([(within, PipelineConfig(num_processes=1).with_auto(8))])
     best = found.fastest[0]
     assert len({plan.settings.num_stages for plan in found.fastest}) > 2
     # Each stage is inside of one machine, so that no gradient crosses.

@@ -13,9 +13,8 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.report import report
 from hf_gpipe.planner.search.advice import smallest_fix
-from hf_gpipe.planner.search.choose import best_plan
+from hf_gpipe.planner.search.choose import best_plan, search_all
 from hf_gpipe.planner.search.cut import choose_partition, choose_recompute
-from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.settings.pipeline import PipelineConfig
@@ -349,7 +348,7 @@ def test_a_search_is_no_slower_than_what_was_asked_for_and_knows_the_leanest() -
     costs = blocks(8, weights=MIB, saved=10 * MIB)
     asked = PipelineConfig(2, 2, "gpipe", "stage", "auto")
     within = planner(costs, rows=8, memory_bytes=150 * MIB)
-    found = search(within, asked)
+    found = search_all([(within, asked)])
     given = best_plan(within, asked)
     assert found.fastest[0].step_seconds <= given.step_seconds
     assert found.leanest.peak_bytes <= given.peak_bytes
@@ -357,3 +356,14 @@ def test_a_search_is_no_slower_than_what_was_asked_for_and_knows_the_leanest() -
     steps = [plan.step_seconds for plan in found.fastest]
     assert steps == sorted(steps)
     assert {plan.settings.num_stages for plan in found.fastest} >= {2}
+
+
+def test_a_search_names_no_division_where_whole_layers_fit_and_another_division_has_no_split() -> None:
+    """It said that it takes pipeline.tensor_parallel=1 or more, as soon as 2, 4 or 8 ranks had no split."""
+    costs, asked = blocks(8, weights=MIB), PipelineConfig(2, 2, "gpipe", "stage", "auto")
+    divided = asked.replace(tensor_parallel=2)
+    tight = planner(costs, memory_bytes=1)
+    tight.division = divided.division
+    with pytest.raises(PartitionError):
+        search_all([(tight, divided)])
+    assert search_all([(planner(costs), asked), (tight, divided)]).least is None

@@ -21,8 +21,7 @@ from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import host_lines, overrides, report, search_report
 from hf_gpipe.planner.search.advice import limit_of_step
-from hf_gpipe.planner.search.choose import best_plan
-from hf_gpipe.planner.search.search_all import search
+from hf_gpipe.planner.search.choose import best_plan, search_all
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule.kinds import RECOMPUTE
@@ -169,7 +168,7 @@ def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
     assert tight.fits
     assert tight.settings.offload_weights == "all"
     assert "pipeline.offload_weights=null" in overrides(roomy, tight.settings)
-    found = search_report(search(with_host(planner(costs, rows=8, memory_bytes=900 * MIB), host), free), free)
+    found = search_report(search_all([(with_host(planner(costs, rows=8, memory_bytes=900 * MIB), host), free)]), free)
     assert "does not fit, weights stay on their devices" in found
     assert "offload_weights=all, round_robin" in found
     assert "offload_weights=all, breadth_first" in found

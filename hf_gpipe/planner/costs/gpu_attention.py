@@ -108,13 +108,11 @@ def attention_flops(query: Any, key: Any, value: Any, is_causal: bool, **_: Any)
     return whole - _hidden(whole, query, key) if is_causal else whole
 
 
-def attention_backward_flops(
-    gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, is_causal: bool, **_: Any
-) -> int:
-    """The operations of attention's backward."""
+def attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *others: Any, **_: Any) -> int:
+    """The operations of attention's backward, a GPU's or a CPU's, whose last argument says whether it is causal."""
     shapes = query.shape, _of_all_heads(key, query), _of_all_heads(value, query)
     whole = int(sdpa_backward_flop_count(gradient.shape, *shapes))
-    return whole - _hidden(whole, query, key) if is_causal else whole
+    return whole - _hidden(whole, query, key) if others[-1] else whole
 
 
 def _of_all_heads(states: Any, query: Any) -> tuple[int, ...]:

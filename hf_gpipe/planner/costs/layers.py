@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,7 +28,6 @@ from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
 from hf_gpipe.adapters.routers import is_of_expert
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
-from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, SharedParameter
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.parameters import Parameters
@@ -40,6 +40,12 @@ Inputs = Mapping[str, torch.Tensor]
 
 #: The number of blocks per stack of a short model.
 FEW_BLOCKS = 8
+
+#: The fewest rows that are traced: a single row is not padded, and there may be no mask.
+FEWEST_ROWS = 2
+
+Numbers = TypeVar("Numbers", bound=tuple[Any, ...])
+"""A tuple of whole numbers and of such tuples."""
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 #: Attributes that number a block and change nothing else.
@@ -148,7 +154,7 @@ class LayerTracer:
             )
         )
         #: The traces of these stages, for micro-batches that differ in rows, or in the member of a group, alone.
-        self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
+        self._by_rows: dict[tuple[int, int, bool, Workload], Callable[[int], Any]] = {}
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
@@ -209,8 +215,8 @@ class LayerTracer:
             "backward": trace.backward,
             "outside": trace.outside,
             "weight_flops": 0 if layer.kind == "head" else trace.weight_flops,
-            "forward_working_bytes": trace.forward_peak,
-            "forward_only_working_bytes": trace.forward_only_peak + sum(sizes.values()),
+            "forward_working_bytes": max((0, *trace.forward_levels)),
+            "forward_only_working_bytes": max((0, *trace.forward_only_levels)) + sum(sizes.values()),
             "plain": graph(trace, saved_input, recompute_blocks=False),
             "block": graph(block, saved_block_input, recompute_blocks=block is not trace),
             "deferred_bytes": trace.deferred,
@@ -223,24 +229,18 @@ class LayerTracer:
         self, index: int, workload: Workload, inputs: Inputs, trace: Trace, saved_input: int, *, recompute_blocks: bool
     ) -> GraphCost:
         """The bytes that a layer's graph keeps, apart from what is made once for all layers of the stage."""
-        own, outside = trace.saved - trace.saved_outside, trace.saved_outside
-        if (second := self._second_of_shared_tables(index)) is not None:
-            # The first block of a stage makes the bias, and the other blocks are handed the bias.
+        own, outside, adapter = trace.saved - trace.saved_outside, trace.saved_outside, self.run.adapter
+        layer = adapter.layers[index]
+        stack = next((stack for stack in adapter.stacks if stack.name == layer.stack), None)
+        if layer.kind == "block" and stack is not None and adapter.tables[stack.name]:
+            # The first block of a stage makes something for all blocks, as T5's bias: the other ones are handed it.
+            second = next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
             pair = second - 1, second + 1, recompute_blocks
             saved, saved_before = self._of_stage(*pair, workload, StageTracer.saved_bytes, second)
             own = saved - saved_before
-            between = boundary_bytes(self.run.adapter, second, inputs).get("hidden", 0)
+            between = boundary_bytes(adapter, second, inputs).get("hidden", 0)
             outside = max(trace.saved - own, saved - between - 2 * own, 0)
-        return GraphCost(own, saved_input, outside, trace.backward_peak)
-
-    def _second_of_shared_tables(self, index: int) -> int | None:
-        """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
-        adapter = self.run.adapter
-        layer = adapter.layers[index]
-        stack = next((stack for stack in adapter.stacks if stack.name == layer.stack), None)
-        if layer.kind != "block" or stack is None or not adapter.tables[stack.name]:
-            return None
-        return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
+        return GraphCost(own, saved_input, outside, max(trace.backward_levels))
 
     def _trace(self, index: int, workload: Workload, *, recompute_blocks: bool = False) -> Trace:
         if index and workload.row_images is not None:
@@ -275,7 +275,7 @@ class LayerTracer:
                 return run(stage, shape.micro_batch(self.run.adapter), *args)
 
             # The numbers of a stage that runs on real tensors depend on values.
-            self._by_rows[key] = ByRows(compute, lambda: not (is_bent or stage.is_real))
+            self._by_rows[key] = by_rows(compute, lambda: not (is_bent or stage.is_real))
         numbers: Numbers = self._by_rows[key](workload.member + 1 if is_cut else workload.rows)
         return numbers
 
@@ -292,13 +292,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     """The model whose layers are run for `whole`, and the number of its layer that is like each layer of `whole`."""
-    short = _short_adapter(whole.adapter)
-    if short is not None:
+    if (short := _short_adapter(whole.adapter)) is not None:
         few = ModelLayers(short, whole.division)
-        try:
+        with suppress(KeyError):  # a class of layers begins further down
             return few, few.first_alike(whole)
-        except KeyError:
-            pass  # a class of layers begins further down
     return whole, whole.first_alike()
 
 
@@ -380,3 +377,48 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
     # A function or an adapter on the head may have changed it.
     few.projection, few.peft = adapter.projection, adapter.peft
     return few
+
+
+def by_rows(compute: Callable[[int], Numbers], can_be_linear: Callable[[], bool]) -> Callable[[int], Numbers]:
+    """A function of the number of rows that is computed for few of them.
+
+    The size of a layer's tensor and the operations of a product either do not depend on the rows of a micro-batch or
+    are proportional to them. So every number of a trace lies on a line over the rows, and so do the bytes that are
+    alive after each new tensor; only their maximum, the peak, may bend. Three numbers of rows show whether this is so.
+    If all that was traced between two numbers of rows lies on the line, what is not traced between them does too.
+
+    Args:
+        compute: number of rows -> the value.
+        can_be_linear: whether the values may lie on a line; asked after the first value was computed.
+    """
+    computed: dict[int, Numbers] = {}
+
+    def value(rows: int) -> Numbers:
+        if rows in computed:
+            return computed[rows]
+        known = sorted(number for number in computed if number >= FEWEST_ROWS)
+        if len(known) >= 3 and known[0] < rows < known[-1] and can_be_linear():
+            ends = [(number, computed[number]) for number in (known[0], known[-1])]
+            is_line = all(_at(number, *ends) == computed[number] for number in known[1:-1])
+            if is_line and (on_line := _at(rows, *ends)) is not None:
+                return cast(Numbers, on_line)
+        if len(computed) == 1 and rows > FEWEST_ROWS and can_be_linear():
+            # Where several sizes are asked for, the next ones lie between this size and the largest.
+            computed.setdefault(FEWEST_ROWS, compute(FEWEST_ROWS))
+        return computed.setdefault(rows, compute(rows))
+
+    return value
+
+
+def _at(rows: int, first: tuple[int, Any], last: tuple[int, Any]) -> Any:
+    """The value at `rows` on the line through two (rows, value); None where it has no slope in whole numbers."""
+    (low, start), (high, end) = first, last
+    if isinstance(start, tuple):
+        if len(start) != len(end):
+            return None
+        values = [_at(rows, (low, first_value), (high, other)) for first_value, other in zip(start, end, strict=True)]
+        return None if None in values else start._make(values) if hasattr(start, "_make") else tuple(values)
+    if start == end:
+        return start
+    slope, rest = divmod(end - start, high - low)
+    return None if rest else start + slope * (rows - low)

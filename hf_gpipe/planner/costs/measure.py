@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import takewhile
 from operator import eq
 from statistics import median
@@ -34,13 +34,13 @@ from hf_gpipe.libraries.torch import loopback_group
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.planner.costs.layers import LayerTracer, ModelLayers
+from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
 from hf_gpipe.planner.costs.tracing import context_of
 from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.machines.devices import LINKS, Device, Host, cpu, like_gpu
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch, on_devices
+from hf_gpipe.runtime.micro_batch import Context, on_devices
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.settings.division import Division
 
@@ -101,14 +101,11 @@ def profile_layers(
             them. None: the layers are whole.
         costs: the costs without seconds; None: the layers are traced.
     """
-    workload = workload.within(adapter)
-    tracer = tracer_of(adapter, loss, device, ranks)
+    clock = _Clock(adapter, workload, device, loss, barrier, ranks, repeats, budget_seconds)
+    tracer = clock.tracer
     costs = tracer.costs(workload) if costs is None else costs
-    micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
-    barrier = barrier or (lambda: None)
-    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier, ranks)
     with keeping_random_numbers([device]):
-        measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
+        measured, beyond_layers = clock.of_classes(dict.fromkeys(tracer.representative_layer))
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
     return replace(
         costs,
@@ -132,13 +129,10 @@ def block_seconds(
 ) -> float:
     """The seconds of a forward and a backward of the model's first block, or of the layer in its middle where it has no
     block, measured as in `profile_layers`."""
-    run = tracer_of(adapter, loss, device, ranks).run
-    kinds = [layer.kind for layer in run.adapter.layers]
+    clock = _Clock(adapter, workload, device, loss, barrier, ranks, _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS)
+    kinds = [layer.kind for layer in clock.tracer.run.adapter.layers]
     block = kinds.index("block") if "block" in kinds else len(kinds) // 2
-    micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
     with keeping_random_numbers([device]):
-        budget = _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS
-        clock = _Clock(run, micro_batch, device, loss, *budget, barrier or (lambda: None), ranks)
         return clock.measure(block, block + 1).of_micro_batch()
 
 
@@ -165,61 +159,62 @@ def measure_speeds(
     return None if set(speeds) == {1.0} else speeds
 
 
-def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
-    """Make the tracer of layers as they run on a device, divided among ranks if there are any."""
-    division = Division() if ranks is None else ranks.division
-    as_on_gpu = device.type == "cuda"
-    return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
-
-
-def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, Seconds], Seconds]:
-    """The seconds of each class of layers, by the number of the layer that ran, and of a stage beyond its layers."""
-    alike = clock.model.first_alike()
-    model = clock.model.adapter
-    layers: dict[int, Seconds] = {}
-    beyond: dict[str, Seconds] = {}
-    for number in numbers:
-        following = alike[number : number + _BLOCKS_IN_A_ROW]
-        count = len([*takewhile(partial(eq, alike[number]), following)])
-        if model.layers[number].kind == "block" and count > 1:
-            alone = clock.measure(number, number + 1)
-            layers[number] = clock.measure(number, number + count).less(alone).divided(count - 1)
-            beyond.setdefault(model.layers[number].stack, alone.less(layers[number]))
-    stage = Seconds.combined(beyond.values(), median) if beyond else Seconds(0.0, 0.0, 0.0)
-    for number in numbers:
-        if number not in layers:
-            layers[number] = clock.measure(number, number + 1).less(beyond.get(model.layers[number].stack, stage))
-    return layers, stage
-
-
 @dataclass(frozen=True)
 class _Clock:
     """Runs stages of a model with memory and weights. The fields are the arguments of `profile_layers`."""
 
-    model: ModelLayers
-    micro_batch: MicroBatch
+    adapter: Adapter
+    workload: Workload
     device: torch.device
     loss: Loss
+    barrier: Callable[[], None] | None
+    ranks: Ranks | None
     repeats: int
     budget_seconds: float
-    barrier: Callable[[], None]
-    ranks: Ranks | None
+
+    @cached_property
+    def tracer(self) -> LayerTracer:
+        """The tracer of layers as they run on the device."""
+        division = Division() if self.ranks is None else self.ranks.division
+        return LayerTracer(self.adapter, loss=self.loss, as_on_gpu=self.device.type == "cuda", division=division)
+
+    def of_classes(self, numbers: Collection[int]) -> tuple[Mapping[int, Seconds], Seconds]:
+        """The seconds of each class of layers, by the layer that runs, and of a stage beyond its layers."""
+        alike, kinds = self.tracer.run.first_alike(), self.tracer.run.adapter.layers
+        layers: dict[int, Seconds] = {}
+        beyond: dict[str, Seconds] = {}
+        for number in numbers:
+            following = alike[number : number + _BLOCKS_IN_A_ROW]
+            count = len([*takewhile(partial(eq, alike[number]), following)])
+            if kinds[number].kind == "block" and count > 1:
+                alone = self.measure(number, number + 1)
+                layers[number] = self.measure(number, number + count).less(alone).divided(count - 1)
+                beyond.setdefault(kinds[number].stack, alone.less(layers[number]))
+        stage = Seconds.combined(beyond.values(), median) if beyond else Seconds(0.0, 0.0, 0.0)
+        for number in numbers:
+            if number not in layers:
+                layers[number] = self.measure(number, number + 1).less(beyond.get(kinds[number].stack, stage))
+        return layers, stage
 
     def stage(self, start: int, stop: int) -> Stage:
         """A run of layers as the executor has it."""
-        stage_model = assemble(self.model.adapter, range(start, stop), None, self.device, ranks=self.ranks)
+        model = self.tracer.run
+        stage_model = assemble(model.adapter, range(start, stop), None, self.device, ranks=self.ranks)
         stage_model.overlap_sums()
-        return Stage(stage_model, self.model.wants_gradient, self.loss)
+        return Stage(stage_model, model.wants_gradient, self.loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median seconds of several forwards without a graph, forwards with a graph, and backwards."""
-        stage = self.stage(start, stop)
+        stage, model = self.stage(start, stop), self.tracer.run.adapter
+        own = self.workload.within(self.adapter).micro_batch(model)
+        micro_batch = on_devices([own], [self.device])[self.device][0]
         with torch.device(self.device):
-            context = context_of(stage.model, self.micro_batch)
+            context = context_of(stage.model, micro_batch)
         runs: list[Seconds] = []
-        self.barrier()
+        if self.barrier is not None:
+            self.barrier()
         begin = time.perf_counter()
-        with keeping_weights(self.model.adapter.autocast):
+        with keeping_weights(model.autocast):
             while len(runs) < 3 or (len(runs) <= self.repeats and self._elapsed(begin) < self.budget_seconds):
                 runs.append(self._run(stage, context))
         return Seconds.combined(runs[1:], median)
@@ -246,7 +241,8 @@ class _Clock:
     def update_seconds(self, make_optimizer: MakeOptimizer) -> float | None:
         """The seconds of an update per parameter, clipping included, on the layer with the most parameters. None: no
         layer is trained."""
-        largest = max(self.model.first_alike(), key=lambda number: self.model.own[number].trainable_count)
+        model = self.tracer.run
+        largest = max(model.first_alike(), key=lambda number: model.own[number].trainable_count)
         stage = self.stage(largest, largest + 1)
         parameters = [p for p in stage.model.parameters.values() if p.requires_grad]
         if not parameters:
@@ -255,7 +251,8 @@ class _Clock:
             parameter.grad = torch.randn_like(parameter)
         optimizer = make_optimizer(parameters)
         runs = []
-        self.barrier()
+        if self.barrier is not None:
+            self.barrier()
         for _ in range(self.repeats + 1):
             start = _now(self.device)
             norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

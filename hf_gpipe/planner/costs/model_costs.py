@@ -242,41 +242,32 @@ def mean_costs(measured: Sequence[ModelCosts], factors: Sequence[float] | None =
     def mean(seconds: Iterable[Seconds | None]) -> Seconds | None:
         return mean_seconds(own and own.divided(1 / factor) for own, factor in zip(seconds, factors, strict=True))
 
-    layers = tuple(
-        replace(same[0], seconds=mean(layer.seconds for layer in same))
+    layers = [
+        replace(same[0], seconds=mean(own.seconds for own in same))
         for same in zip(*(costs.layers for costs in measured), strict=True)
-    )
+    ]
     updates = [costs.update_seconds_per_parameter for costs in measured]
     known = [factor * seconds for seconds, factor in zip(updates, factors, strict=True) if seconds is not None]
-    return replace(
-        measured[0],
-        layers=layers,
-        stage_seconds=mean(costs.stage_seconds for costs in measured),
-        update_seconds_per_parameter=fmean(known) if known else None,
-    )
+    stage, update = mean(costs.stage_seconds for costs in measured), fmean(known) if known else None
+    return replace(measured[0], layers=tuple(layers), stage_seconds=stage, update_seconds_per_parameter=update)
 
 
 def typical(group: Sequence[ModelCosts]) -> ModelCosts:
     """The costs of a member that stands for all of a group: the bytes of the one that keeps most, and the mean time."""
     # Among equally long members it is the last, which attends to the most tokens.
     most = max(reversed(group), key=lambda member: sum(layer.plain.saved_bytes for layer in member.layers))
-    layers = [
-        replace(
-            layer,
-            forward=_mean(layer.forward, [own.forward for own in same]),
-            backward=_mean(layer.backward, [own.backward for own in same]),
-            seconds=mean_seconds(own.seconds for own in same),
-        )
-        for layer, *same in zip(most.layers, *(member.layers for member in group), strict=True)
-    ]
+    layers = []
+    for layer, *same in zip(most.layers, *(member.layers for member in group), strict=True):
+        # The calls and sums are those of `most`.
+        passes = {
+            name: getattr(layer, name)._replace(
+                flops=round(fmean(getattr(own, name).flops for own in same)),
+                moved=round(fmean(getattr(own, name).moved for own in same)),
+            )
+            for name in ("forward", "backward")
+        }
+        layers.append(replace(layer, seconds=mean_seconds(own.seconds for own in same), **passes))
     return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(member.stage_seconds for member in group))
-
-
-def _mean(most: Operations, operations: Sequence[Operations]) -> Operations:
-    """The mean of what the operations compute and move, with the calls and sums of `most`."""
-    return most._replace(
-        flops=round(fmean(own.flops for own in operations)), moved=round(fmean(own.moved for own in operations))
-    )
 
 
 def mean_seconds(measured: Iterable[Seconds | None]) -> Seconds | None:

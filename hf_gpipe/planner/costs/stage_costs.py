@@ -12,7 +12,7 @@ One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, ab
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -105,14 +105,10 @@ class RangeSum:
         return self.before[stop] - self.before[start]
 
 
-class RangeMax:
+def range_max(values: Iterable[float]) -> Callable[[int, int], float]:
     """The largest of consecutive values `start` to `stop` (exclusive), at least one."""
-
-    def __init__(self, values: Iterable[float]) -> None:
-        self._values = list(values)
-
-    def __call__(self, start: int, stop: int) -> float:
-        return max(self._values[start:stop])
+    known = list(values)
+    return lambda start, stop: max(known[start:stop])
 
 
 class StageCosts:
@@ -162,15 +158,18 @@ class StageCosts:
         self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
         self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
         self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
-        self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
+        self.forward_only_peak_bytes = range_max(layer.forward_only_working_bytes for layer in layers)
         self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
         self._experts = list(accumulate((layer.experts for layer in layers), initial=Parameters()))
-        self._shared = _users(layers)
+        users: dict[str, tuple[SharedParameter, list[int]]] = {}
+        for index, layer in enumerate(layers):
+            for parameter in layer.shared:
+                users.setdefault(parameter.name, (parameter, []))[1].append(index)
+        #: Each shared parameter with the ascending numbers of the layers that use it.
+        self._shared = list(users.values())
         # A head that makes the logits of some positions at a time adds to the gradient at once.
         adds_up = [layer.kind == "head" and not costs.whole_logits for layer in layers]
-        tied = [
-            (parameter.size.trainable_bytes, [n for n in users if not adds_up[n]]) for parameter, users in self._shared
-        ]
+        tied = [(shared.size.trainable_bytes, [n for n in own if not adds_up[n]]) for shared, own in self._shared]
         self.graphs: dict[InnerRecompute, GraphSums] = {
             mode: GraphSums(layers, mode, tied, has_backward_thread=device.has_host) for mode in ("none", "block")
         }
@@ -320,7 +319,7 @@ class GraphSums:
         for stack in dict.fromkeys(layer.stack for layer in layers):
             own = [index for index, layer in enumerate(layers) if layer.stack == stack]
             first, end = own[0], own[-1] + 1
-            self._outside.append((first, end, RangeMax(graph.stage_saved_bytes for graph in graphs[first:end])))
+            self._outside.append((first, end, range_max(graph.stage_saved_bytes for graph in graphs[first:end])))
         kept, trained = self._kept.before, self._trained.before
         forward = [kept[i] + self._input[i] + layer.forward_working_bytes for i, layer in enumerate(layers)]
         frees = inner == "block" and has_backward_thread
@@ -328,8 +327,8 @@ class GraphSums:
         self._converted_again = RangeSum(again)
         self.converted_bytes = RangeSum(layer.converted_bytes - own for layer, own in zip(layers, again, strict=True))
         backward = [kept[i + 1] + graph.backward_working_bytes + again[i] for i, graph in enumerate(graphs)]
-        self._forward, self._backward = RangeMax(forward), RangeMax(backward)
-        self._first_backward = RangeMax(peak - trained[i] for i, peak in enumerate(backward))
+        self._forward, self._backward = range_max(forward), range_max(backward)
+        self._first_backward = range_max(peak - trained[i] for i, peak in enumerate(backward))
         self.converts_again = any(again)
         sizes = [max(layer.forward_working_bytes, layer.graph(inner).backward_working_bytes) for layer in layers[:-1]]
         self.most_working = max(sizes, default=0) + sum(size for size, users in tied if len(users) > 1)
@@ -353,7 +352,7 @@ class GraphSums:
         peak = self._with_waiting(self._first_backward, start, stop) + self._trained.before[stop]
         return peak - self._kept.before[start] + self._beyond_layers(start, stop)
 
-    def _with_waiting(self, peaks: RangeMax, start: int, stop: int) -> float:
+    def _with_waiting(self, peaks: Callable[[int, int], float], start: int, stop: int) -> float:
         """The most of some layers' peaks, with the gradients that wait meanwhile: the gradient of a parameter that
         several layers use waits from the backward of the last layer, which runs first, to the backward of the first.
         Weights of blocks that forwards have converted stay until the last block has been recomputed."""
@@ -383,12 +382,3 @@ class GraphSums:
 _WORKING = {held for kind in KINDS.values() for held in (kind.working, kind.working_alone) if held is not None} - {
     kind.makes for kind in KINDS.values()
 }
-
-
-def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:
-    """Pairs of a shared parameter and the ascending numbers of the layers that use it."""
-    users: dict[str, tuple[SharedParameter, list[int]]] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.shared:
-            users.setdefault(parameter.name, (parameter, []))[1].append(index)
-    return list(users.values())

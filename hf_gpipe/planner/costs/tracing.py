@@ -8,9 +8,9 @@ decide by values what they do next, such as which experts to run; their layers r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -78,21 +78,6 @@ class Trace(NamedTuple):
     backward: Operations = NO_OPERATIONS
     sums_beside: tuple[SumBeside, ...] = ()
 
-    @property
-    def forward_peak(self) -> int:
-        """The most that a forward with a graph needs."""
-        return max((0, *self.forward_levels))
-
-    @property
-    def forward_only_peak(self) -> int:
-        """The most that a forward without a graph needs."""
-        return max((0, *self.forward_only_levels))
-
-    @property
-    def backward_peak(self) -> int:
-        """The most that the backward needs."""
-        return max(self.backward_levels)
-
 
 class TracedRanks(Ranks):
     """The first rank of a worker, which counts the sums over all ranks and computes none.
@@ -155,6 +140,9 @@ class StageTracer:
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
         division: how the layers are divided.
+
+    Attributes:
+        is_real: whether the stage runs on real tensors; known after the first run.
     """
 
     def __init__(
@@ -170,9 +158,13 @@ class StageTracer:
         division: Division = Division(),
     ) -> None:
         self._ranks = None if division.is_whole else TracedRanks(division)
-        self._adapter, self._layers, self._recompute_blocks = _on_cpu(adapter), layers, recompute_blocks
+        if (autocast := adapter.autocast) is not None:
+            # The CPU's, since a GPU's autocast changes no operation of these tensors.
+            adapter = copy.copy(adapter)
+            adapter.autocast = replace(autocast, device=CPU)
+        self._adapter, self._layers, self._recompute_blocks = adapter, layers, recompute_blocks
         self._wants_gradient, self._loss = wants_gradient, loss
-        self._as_on_gpu, self._is_real = as_on_gpu, is_real
+        self._as_on_gpu, self.is_real = as_on_gpu, is_real
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         #: The stage on fake tensors; None: it was not made yet.
         self._stage: Stage | None = None
@@ -195,34 +187,30 @@ class StageTracer:
 
         return self._run(micro_batch, run)
 
-    @property
-    def is_real(self) -> bool:
-        """Whether the stage runs on real tensors; known after the first run."""
-        return self._is_real
-
     def _run(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
         with keeping_random_numbers([CPU]):
-            if not self._is_real:
+            if not self.is_real:
                 try:
-                    return self._run_fake(micro_batch, run)
+                    self._stage = self._stage or self._made(self._mode)
+                    # Under a mode for the device each call and each attribute takes longer.
+                    with self._mode, nullcontext() if torch.get_default_device() == CPU else CPU:
+                        return self._run_fake(self._stage, micro_batch, run)
                 except _DEPENDS_ON_VALUES:
-                    self._is_real, self._stage = True, None
+                    self.is_real, self._stage = True, None
             return self._tracked(self._made(None), micro_batch, run)
 
-    def _run_fake(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
-        if self._stage is None:
-            self._stage = self._made(self._mode)
-        # Under a mode for the device each call and each attribute takes longer.
-        with self._mode, nullcontext() if torch.get_default_device() == CPU else CPU:
-            self._stage.reset()
-            # No fake tensor can be a mask that knows its answer: without a mask nothing is padded either.
-            fake = {
-                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                for name, tensor in micro_batch.inputs.items()
-                if not isinstance(tensor, KnownMask) or tensor.is_padded
-            }
-            with rows_of_one_text() if "position_ids" not in fake else nullcontext():
-                return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
+    def _run_fake(
+        self, stage: Stage, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]
+    ) -> _Result:
+        stage.reset()
+        # No fake tensor can be a mask that knows its answer: without a mask nothing is padded either.
+        fake = {
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            for name, tensor in micro_batch.inputs.items()
+            if not isinstance(tensor, KnownMask) or tensor.is_padded
+        }
+        with rows_of_one_text() if "position_ids" not in fake else nullcontext():
+            return self._tracked(stage, replace(micro_batch, inputs=fake), run)
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
         stage_model = assemble(self._adapter, self._layers, weights, CPU, ranks=self._ranks)
@@ -232,10 +220,7 @@ class StageTracer:
         return Stage(stage_model, self._wants_gradient, self._loss)
 
     def _tracked(
-        self,
-        stage: Stage,
-        micro_batch: MicroBatch,
-        run: Callable[[Stage, Context, Tracker], _Result],
+        self, stage: Stage, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]
     ) -> _Result:
         context, tracker = context_of(stage.model, micro_batch), Tracker(as_on_gpu=self._as_on_gpu)
         _ignore(tracker, stage, context)
@@ -245,14 +230,6 @@ class StageTracer:
                 stage.forward(context, keep_graph=True)
                 stage.give(0)
             return run(stage, context, tracker)
-
-
-def _on_cpu(adapter: Adapter) -> Adapter:
-    """Give an adapter the CPU's autocast, since a GPU's autocast changes no operation of these tensors."""
-    if (autocast := adapter.autocast) is not None:
-        adapter = copy.copy(adapter)
-        adapter.autocast = replace(autocast, device=CPU)
-    return adapter
 
 
 def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
@@ -306,20 +283,14 @@ def _ignore(tracker: Tracker, stage: Stage, context: Context) -> None:
             tracker.ignore(shared.tensors())
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """A forward with a graph.
-
-    Attributes:
-        phase: the phase of the forward.
-        gradients: the gradients of the outputs, as the next stage sends them.
-        incoming: the bytes of these gradients.
-        saved, outside, saves_hidden: as in `Trace`.
-    """
+class _Forward(NamedTuple):
+    """A forward with a graph, whose last fields are those of a `Trace`."""
 
     phase: Phase
     gradients: Mapping[str, torch.Tensor]
+    """The gradients of the outputs, as the next stage sends them."""
     incoming: int
+    """The bytes of these gradients."""
     saved: int
     outside: int
     saves_hidden: bool
@@ -357,25 +328,20 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
 
 def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
     """The bytes that I keeps for W: none without a block. Recomputed blocks keep as many: I does not run them again."""
-    if stage.model.recomputes_blocks or all(layer.kind != "block" for layer in stage.model.layers):
+    model = stage.model
+    if model.recomputes_blocks or all(layer.kind != "block" for layer in model.layers):
         return 0
-    with _deferring(stage.model):
+    classes, before = {module: type(module) for module in model.model.modules()}, model.weight_gradients
+    # Linear layers give their weight gradients away; afterwards they are as before.
+    model.defer_weight_gradients()
+    try:
         stage.forward(context, keep_graph=True)
         stage.input_backward(0, gradients)
         return stage.deferred_bytes(0)
-
-
-@contextmanager
-def _deferring(stage_model: StageModel) -> Iterator[None]:
-    """Context manager in which linear layers give their weight gradients away; afterwards they are as before."""
-    classes, before = {module: type(module) for module in stage_model.model.modules()}, stage_model.weight_gradients
-    stage_model.defer_weight_gradients()
-    try:
-        yield
     finally:
         for module, cls in classes.items():
             module.__class__ = cls
-        stage_model.weight_gradients = before
+        model.weight_gradients = before
         if before is not None:
             before.is_of_all = False
 

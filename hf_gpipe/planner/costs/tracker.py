@@ -174,13 +174,13 @@ def _count(
     converted = 0 if as_on_gpu else _converted_bytes(func, args, result)
     if func.is_view:
         return _Counted(converted)
-    formula = _FLOPS.get(func.overloadpacket) if weights is None else _quantised
-    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    formula = _FLOPS.get(func.overloadpacket)
     is_linear = weights is not None or func.overloadpacket in _LINEAR
-    moved = 0
     if weights is not None:
-        moved = args[1].nbytes + weights.nbytes
+        flops, moved = int(2 * args[0].numel() * args[2][0]), args[1].nbytes + weights.nbytes
         args = args[0], weights
+    else:
+        flops, moved = 0 if formula is None else int(formula(*args, **kwargs, out_val=result)), 0
     if not (as_on_gpu and func in _IN_DROPOUT):
         moved += moved_bytes(func.overloadpacket, args, kwargs, result, flops)
     return _Counted(converted, flops, flops if is_linear else 0, moved)
@@ -196,9 +196,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-@functools.cache
-def _is_pointwise(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags
+_is_pointwise = functools.cache(lambda func: torch.Tag.pointwise in func.tags)
 
 
 def _converted_bytes(func: Any, args: Any, result: Any) -> int:
@@ -245,12 +243,6 @@ def _attention(query: Any, key: Any, value: Any, _: Any = 0.0, is_causal: bool =
     return attention_flops(query, key, value, is_causal)
 
 
-def _attention_backward(
-    gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, _: Any, is_causal: bool, **__: Any
-) -> int:
-    return attention_backward_flops(gradient, query, key, value, output, softmax, is_causal)
-
-
 def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """The result of a product of groups of rows with a matrix each; PyTorch's own rule allows only bfloat16."""
     if left.dim() == right.dim() == 2:
@@ -263,18 +255,13 @@ def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-def _quantised(inputs: Any, weight: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
-    """The operations of a product by 4-bit weights of this shape."""
-    return int(2 * inputs.numel() * shape[0])
-
-
 #: The operation of bitsandbytes' 4-bit layers.
 _QUANTISED = "bitsandbytes::gemm_4bit"
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.addmm_: flop_registry[_aten.addmm],
     CPU_FLASH_ATTENTION: _attention,
-    CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
+    CPU_FLASH_ATTENTION_BACKWARD: attention_backward_flops,
     torch.ops.hf_gpipe.kernel_attention: attention_flops,
     torch.ops.hf_gpipe.kernel_attention_backward: attention_backward_flops,
     ATEN_GROUPED_MM: _grouped,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.partition.cluster import Level
@@ -204,14 +204,14 @@ def _gpu(
         rates["bfloat16"] = bf16 * 1e12
     memory_bytes = round((memory_gib - context_gib) * _GIB)
     workspace = None if workspace_mib is None else int(workspace_mib * (1 << 20))
-    device = Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
-    device = replace(_of_sheet(device), workspace_bytes=workspace, product_share=product_share)
-    return replace(device, fp16_accumulation=fp16_accumulation)
-
-
-def _of_sheet(device: Device) -> Device:
-    """Give a device, whose rates are a data sheet's, the shares of them that a transformer reaches."""
-    return replace(device, product_share=_PRODUCT_SHARE, memory_share=_MEMORY_SHARE)
+    return Device(
+        *(name, memory_bytes, rates, terabytes * 1e12, LINKS[link]),
+        call_seconds=_CALL_SECONDS,
+        workspace_bytes=workspace,
+        product_share=product_share,
+        memory_share=_MEMORY_SHARE,
+        fp16_accumulation=fp16_accumulation,
+    )
 
 
 #: The memory is the "total capacity" in torch's messages of CUDA out of memory, rounded down to tenths of a GiB: the
@@ -256,29 +256,8 @@ DEVICES: dict[str, Device] = {
 }
 
 
-#: The entries of the table by torch's names of GPUs. Among several entries the nearest memory decides.
-_KNOWN_AS = {
-    "p100": ("p100",),
-    "v100": ("v100-16", "v100-32"),
-    "t4": ("t4",),
-    "a100": ("a100-40", "a100-80"),
-    "l4": ("l4",),
-    "h100": ("h100",),
-    "h200": ("h200",),
-    "b200": ("b200",),
-    "mi300x": ("mi300x",),
-    "a10": ("a10",),
-    "l40s": ("l40s",),
-    "rtx a6000": ("rtxa6000",),
-    "rtx 6000 ada": ("rtx6000-ada",),
-    "rtx 3060": ("rtx3060",),
-    "rtx 3090": ("rtx3090",),
-    "rtx 4080": ("rtx4080",),
-    "rtx 4090": ("rtx4090",),
-    "rtx 5080": ("rtx5080",),
-    "rtx 5090": ("rtx5090",),
-    "gb10": ("dgx-spark",),
-}
+#: Entries whose GPU has another name for torch.
+_KNOWN_AS = {"gb10": "dgx-spark"}
 #: The entries for other GPUs: a compute capability -> an entry of that generation. The newest up to the GPU's is used.
 _OF_CAPABILITY = {
     (0, 0): "p100",
@@ -301,12 +280,13 @@ def like_gpu(name: str, memory_bytes: int, capability: tuple[int, int]) -> Devic
         memory_bytes: the GPU's whole memory.
         capability: its compute capability.
     """
-    words = name.lower()
-    for known, entries in _KNOWN_AS.items():
-        if re.search(rf"\b{known}\b", words):
-            sheets = (DEVICES[entry] for entry in entries)
-            sheet = min(sheets, key=lambda sheet: abs((sheet.memory_bytes or 0) - memory_bytes))
-            return replace(sheet, link=LINKS["pcie4"]) if "pcie" in words else sheet
+    words = re.sub(r"\brtx (?=\w)", "rtx", name.lower())
+    # The end of "a100-40" is its memory.
+    names = {entry: re.sub(r"-\d+$", "", entry).replace("-", "[ -]") for entry in DEVICES}
+    names |= {entry: known for known, entry in _KNOWN_AS.items()}
+    if sheets := [DEVICES[entry] for entry, known in names.items() if re.search(rf"\b{known}\b", words)]:
+        sheet = min(sheets, key=lambda sheet: abs((sheet.memory_bytes or 0) - memory_bytes))
+        return replace(sheet, link=LINKS["pcie4"]) if "pcie" in words else sheet
     entry = _OF_CAPABILITY[max(known for known in _OF_CAPABILITY if known <= capability)]
     return replace(DEVICES[entry], link=LINKS["pcie4"])
 
@@ -319,9 +299,8 @@ def cpu(num_threads: int) -> Device:
     estimates of blocks and heads of six small models were 1.06 and 1.3 times what two runs took on a core of an EPYC.
     """
     rates = {"float32": 1e11 * num_threads, "float64": 0.5e11 * num_threads}
-    bandwidth = 12.8e9 * num_threads
-    device = Device("cpu", None, rates, bandwidth, LINKS["loopback"], call_seconds=_CALL_SECONDS, has_host=False)
-    return replace(device, product_share=0.55)
+    own = Device("cpu", None, rates, 12.8e9 * num_threads, LINKS["loopback"], has_host=False)
+    return replace(own, call_seconds=_CALL_SECONDS, product_share=0.55)
 
 
 def device(name: str, link: str | None = None) -> Device:
@@ -334,7 +313,7 @@ def device(name: str, link: str | None = None) -> Device:
     Raises:
         UserError: an unknown device or link.
     """
-    known = {known: DEVICES[entries[0]] for known, entries in _KNOWN_AS.items() if len(entries) == 1} | DEVICES
+    known = {known: DEVICES[entry] for known, entry in _KNOWN_AS.items()} | DEVICES
     others = "for another card give --flops, --bandwidth and --memory from its data sheet"
     entry = _find("device", name, known, DEVICES, others)
     return entry if link is None else replace(entry, link=link_between(link))
@@ -370,30 +349,29 @@ def read_host(
     Raises:
         UserError: one of them cannot be read.
     """
-    host = usual
+    values: dict[str, Any] = {}
     if link is not None:
-        name, slash, count = link.rpartition("/")
-        is_shared = bool(slash) and count.isdecimal()
-        host = replace(host, link=link_between(name if is_shared else link, "link of --host-link"))
-        if is_shared:
-            if int(count) < 1:
-                raise UserError(f"--host-link is {link!r}: at least one device has a link; write for example pcie4/2.")
-            host = replace(host, devices_per_link=int(count))
+        name, count = match.groups() if (match := re.fullmatch(r"(.*)/(\d+)", link)) else (link, None)
+        if count is not None and int(count) < 1:
+            raise UserError(f"--host-link is {link!r}: at least one device has a link; write for example pcie4/2.")
+        values["link"] = link_between(name, "link of --host-link")
+        values |= {} if count is None else {"devices_per_link": int(count)}
     if memory is not None:
-        host = replace(host, memory_bytes=read_bytes(memory, "--host-memory"))
+        values["memory_bytes"] = read_bytes(memory, "--host-memory")
     if bandwidth is not None:
-        rate = read_bandwidth(bandwidth, "--host-bandwidth")
         # A process with all cores gets all of it.
-        host = replace(host, bytes_per_second=rate, process_bytes_per_second=rate)
+        rates = ("bytes_per_second", "process_bytes_per_second")
+        values |= dict.fromkeys(rates, read_bandwidth(bandwidth, "--host-bandwidth"))
     if disk is not None:
-        host = replace(host, disk_bytes_per_second=read_bandwidth(disk, "--disk-bandwidth"))
-    return host
+        values["disk_bytes_per_second"] = read_bandwidth(disk, "--disk-bandwidth")
+    return replace(usual, **values)
 
 
 def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Level) -> Device:
     """A device that is in no table, with one rate for all types. Both rates are from its data sheet."""
     rates = {"float32": flops_per_second, "float64": flops_per_second}
-    return _of_sheet(Device("given", memory_bytes, rates, bytes_per_second, link, call_seconds=_CALL_SECONDS))
+    own = Device("given", memory_bytes, rates, bytes_per_second, link, call_seconds=_CALL_SECONDS)
+    return replace(own, product_share=_PRODUCT_SHARE, memory_share=_MEMORY_SHARE)
 
 
 def read_flops(text: str, name: str) -> float:

@@ -33,9 +33,17 @@ def measure_machines(world: World) -> None:
 def measure(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
     """The links between pairs of processes. Those that were not measured yet are measured. Every process calls it."""
     ends = [frozenset(world.hosts[rank] for rank in pair) for pair in pairs]
-    missing = [pair for pair, hosts in zip(pairs, ends, strict=True) if hosts not in world.links]
-    for link in measure_links(world, missing):
-        world.links[frozenset(link.hosts)] = link
+    mine: list[tuple[tuple[int, int], tuple[float, float]]] = []
+    # One after the other.
+    for first, second in [pair for pair, hosts in zip(pairs, ends, strict=True) if hosts not in world.links]:
+        if world.rank == first:
+            mine.append(((first, second), _send_and_measure(world, second)))
+        elif world.rank == second:
+            _answer(world, first)
+        world.barrier()
+    for pair, measured in (entry for own in world.gather_objects(mine) for entry in own):
+        hosts = world.hosts[pair[0]], world.hosts[pair[1]]
+        world.links[frozenset(hosts)] = MeasuredLink(hosts, pair, *measured)
     return [world.links[hosts] for hosts in ends]
 
 
@@ -91,19 +99,6 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
         if is_one or len(ends) > 1:
             first.setdefault(ends, (pair[0], pair[1]))
     return list(first.values())
-
-
-def measure_links(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
-    """Measure the links between pairs of processes, one after the other. Every process calls it."""
-    mine: list[tuple[tuple[int, int], tuple[float, float]]] = []
-    for first, second in pairs:
-        if world.rank == first:
-            mine.append(((first, second), _send_and_measure(world, second)))
-        elif world.rank == second:
-            _answer(world, first)
-        world.barrier()
-    measured = dict(entry for own in world.gather_objects(mine) for entry in own)
-    return [MeasuredLink((world.hosts[pair[0]], world.hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
 
 
 def _send_and_measure(world: World, peer: int) -> tuple[float, float]:

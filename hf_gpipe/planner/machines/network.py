@@ -77,16 +77,15 @@ class Network:
             boundary_bytes: the bytes of a message over each boundary (K-1 values).
         """
         edges = self._placement.edges
+        seconds, ways = dict.fromkeys(edges, 0.0), dict[tuple[int, int, int], tuple[int, int, int]]()
         senders: dict[tuple[int, int, int], set[int]] = {}
         for boundary, source, target in edges:
             if depth := self._depth((source, target)):
-                senders.setdefault((boundary, depth, self._part(source, depth)), set()).add(source)
-        seconds = {}
-        for edge in edges:
-            boundary, source, target = edge
-            depth = self._depth((source, target))
-            flows = len(senders[boundary, depth, self._part(source, depth)]) if depth else 0
-            seconds[edge] = self._shared(depth, flows).seconds(boundary_bytes[boundary]) if depth else 0.0
+                way = ways[boundary, source, target] = boundary, depth, self._part(source, depth)
+                senders.setdefault(way, set()).add(source)
+        for edge, way in ways.items():
+            boundary, depth, _ = way
+            seconds[edge] = self._shared(depth, len(senders[way])).seconds(boundary_bytes[boundary])
         return seconds
 
     def reduce_seconds(self, stage: int, size_bytes: float) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -47,16 +47,14 @@ def limit_of_step(plan: Plan) -> str:
     parts = [f"{seconds_text(rest)} without {what}" for what, rest in shorter.items() if rest < 0.98 * seconds]
     times = [process.time for process in plan.processes]
     idle = 1 - sum(time.forward + time.recompute + time.backward for time in times) / (len(times) * seconds)
-    cause = _first_cause(shorter, (1 - _LARGE) * seconds)
-    if not cause and idle > 2 * _LARGE:
-        cause = _why_each_other(plan)
-    if not cause and plan.costs.is_measured:
-        cause = "the layers' measured seconds"
-    if not cause:
-        rate = plan.layout.processes.device.product_rate(plan.costs.compute_dtype) / 1e12
-        cause = f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
-    rest = ", ".join(parts[1:])
-    others = f", which is {parts[0]}{f' and {rest}' if rest else ''}" if parts else ""
+    rate = plan.planner.device.product_rate(plan.costs.compute_dtype) / 1e12
+    cause = (
+        _first_cause(shorter, (1 - _LARGE) * seconds)
+        or (idle > 2 * _LARGE and _why_each_other(plan))
+        or (plan.costs.is_measured and "the layers' measured seconds")
+        or f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
+    )
+    others = f", which is {' and '.join(filter(None, (*parts[:1], ', '.join(parts[1:]))))}" if parts else ""
     return f"{cause}; devices compute {1 - idle:.0%} of a step{others}"
 
 
@@ -74,9 +72,8 @@ def _first_cause(shorter: Mapping[str, float], limit: float) -> str:
 def _why_each_other(plan: Plan) -> str:
     """Say why devices wait for each other: there are few micro-batches, or a stage computes longer than the others."""
     table, slowest = plan.timeline.schedule, plan.slowest_stage
-    placement = table.placement
-    count = -(-table.num_micro_batches // (table.num_steps * max(placement.replicas)))
-    size = placement.num_processes // max(placement.replicas)
+    most = max(table.placement.replicas)
+    count, size = -(-table.num_micro_batches // (table.num_steps * most)), table.placement.num_processes // most
     if (size - 1) / (count + size - 1) > plan.bubble / 2:
         return f"{count} micro-batches are few for {size} devices in a row"
     mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
@@ -88,20 +85,16 @@ def _why_each_other(plan: Plan) -> str:
 def _shorter(plan: Plan) -> dict[str, float]:
     """The seconds of a step in which updates, copies or messages take no time."""
     layout, table = plan.layout, plan.timeline.schedule
-    costs = costs_of_table(layout)
-    others: dict[str, Any] = {**(costs.others or {})}
-    is_on_host = any(layout.host_update_seconds(number) is not None for number in range(table.num_stages))
-    place = " on the disk" if any(map(layout.disk_bytes, range(table.num_stages))) else " in CPU memory" * is_on_host
-    without = {
-        f"the update{place}": replace(costs, update_seconds=0.0),
-        **{
-            f"copies of {things}": replace(
-                costs, others=others | {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
-            )
-            for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies and kind in table.kinds)
-        },
-        "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, turn_transfer_seconds=0.0),
-    }
+    costs, stages = costs_of_table(layout), range(table.num_stages)
+    is_on_host = any(layout.host_update_seconds(number) is not None for number in stages)
+    place = " on the disk" if any(map(layout.disk_bytes, stages)) else " in CPU memory" * is_on_host
+    without = {f"the update{place}": replace(costs, update_seconds=0.0)}
+    for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies and kind in table.kinds):
+        others: dict[Any, Any] = {**(costs.others or {})}
+        others |= {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
+        without[f"copies of {things}"] = replace(costs, others=others)
+    messages = replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, turn_transfer_seconds=0.0)
+    without["messages and reductions"] = messages
     return {what: float(simulate(table, less).total_seconds) / table.num_steps for what, less in without.items()}
 
 
@@ -113,28 +106,37 @@ def smaller_bubble(plan: Plan) -> str:
 
     The fastest schedule and M come first, for they leave the training as it is, then mini-batches of more rows.
     """
-    settings, table, planner = plan.settings, plan.timeline.schedule, plan.planner
-    is_made = settings.schedule == TABLE_FILE
+    settings, planner, table = plan.settings, plan.planner, plan.timeline.schedule
+    least, rows, is_made = settings.num_micro_batches, planner.rows, settings.schedule == TABLE_FILE
     is_given = is_table_file(settings.schedule) and not is_made
     if plan.bubble <= SMALL_BUBBLE or not plan.fits or table.is_window or is_given:
         return ""
-    plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
-    best = next(filter(can_run, plans), plan)
+    plans, room = [plan], _MOST_WORK
+    for count in (
+        least,
+        *(larger for larger in micro_batch_counts(rows, AUTO) if least < larger <= _MOST_TIMES * least),
+    ):
+        config = settings.reopened(schedule=AUTO, num_micro_batches=count)
+        with suppress(UserError):
+            allowed = allowed_plans(planner, config) if room > 0 else []
+            room -= len(allowed) * work(planner, config)
+            plans += allowed
+    best = next(filter(can_run, sorted(plans, key=attrgetter("sort_key"))), plan)
     if best.bubble <= _SMALLER * plan.bubble:
-        changes: dict[str, Any] = {name: getattr(best.settings, name) for name in ("num_micro_batches", "schedule")}
-        keys = [_argument(name, value) for name, value in changes.items() if value != getattr(settings, name)]
+        new = {name: getattr(best.settings, name) for name in ("num_micro_batches", "schedule")}
+        keys = [_argument(name, value) for name, value in new.items() if value != getattr(settings, name)]
         return f"{' with '.join(keys)} fits: {_with(best)}"
     best, words = plan, ""
     for times in (2, _MOST_TIMES):
-        larger, count = planner.with_rows(times * planner.rows), times * min(settings.num_micro_batches, planner.rows)
         for recompute in ({}, {"recompute": AUTO}):
             # A table that was made for these micro-batches is none for others.
-            changes = {"num_micro_batches": count, **({"schedule": "1f1b"} if is_made else {}), **recompute}
-            more = cut_plan(larger, settings.reopened(**changes))
-            if more.fits:
+            schedule = {"schedule": "1f1b"} if is_made else {}
+            changes: dict[str, Any] = {"num_micro_batches": times * min(least, rows), **schedule, **recompute}
+            larger = cut_plan(planner.with_rows(times * rows), settings.reopened(**changes))
+            if larger.fits:
                 break
-        if more.fits and more.bubble < best.bubble and can_run(more):
-            best, words = more, " ".join(_argument(*change) for change in changes.items())
+        if larger.fits and larger.bubble < best.bubble and can_run(larger):
+            best, words = larger, " ".join(_argument(*change) for change in changes.items())
     if best is plan:
         return ""
     before, after = (
@@ -144,21 +146,6 @@ def smaller_bubble(plan: Plan) -> str:
         f"a mini-batch of {best.planner.rows} rows (training.batch_size or batch_tokens) with {words} fits: "
         f"{_with(best)}, {after} a row where it is {before}"
     )
-
-
-def _of_the_same_mini_batch(plan: Plan) -> list[Plan]:
-    """The plans with other schedules, and with more micro-batches."""
-    plans: list[Plan] = []
-    least, room = plan.settings.num_micro_batches, _MOST_WORK
-    counts = micro_batch_counts(plan.planner.rows, AUTO)
-    for count in (least, *(larger for larger in counts if least < larger <= _MOST_TIMES * least)):
-        config = plan.settings.reopened(schedule=AUTO, num_micro_batches=count)
-        if room <= 0:
-            break
-        with suppress(UserError):
-            plans += (allowed := allowed_plans(plan.planner, config))
-            room -= len(allowed) * work(plan.planner, config)
-    return plans
 
 
 def _with(plan: Plan) -> str:
@@ -178,28 +165,44 @@ def smallest_fix(plan: Plan) -> str:
     limit = plan.planner.memory_bytes
     if limit is None or plan.fits:
         limit = round(_SAFE_SHARE * plan.peak_bytes)
-    least, fix, planner = plan, "", plan.planner.within(limit)
-    for words, changed in _changed_plans(planner, plan):
-        if changed.fits:
-            fix = f"{words} {_fits(changed)} where it was {seconds_text(plan.step_seconds)}"
-            if changed.settings.num_processes == plan.settings.num_processes:
-                return f"{fix}."
-            break
-        least = min(least, changed, key=lambda plan: plan.peak_bytes)
-    others = [f"where adapters alone are trained, {text}" for text in ["; ".join(_adapters_that_fit(plan))] if text]
-    others += _modes_that_fit(planner, plan)
-    if not fix and plan.host_fullness > 1:
+    planner = plan.planner.within(limit)
+    words, changed, least = _first_that_fits(plan, _changed_plans(planner, plan.settings))
+    if changed is not None and changed.settings.num_processes == plan.settings.num_processes:
+        return f"{words} {_fits(changed)} where it was {seconds_text(plan.step_seconds)}."
+    others = []
+    if adapters := "; ".join(_adapters_that_fit(plan)):
+        others.append(f"where adapters alone are trained, {adapters}")
+    for fixes in functions_of_modes("search", "fixes"):
+        for name, change in fixes(planner, plan.settings):
+            with suppress(UserError):
+                own = best_plan(planner, plan.settings.reopened(placement=None, **change))
+                if own.fits:
+                    hosted = size_text(sum(own.hosted_bytes))
+                    others.append(f"{name}, {_arguments(change)} {_fits(own)}, with {hosted} of CPU memory")
+    end = ""
+    if changed is not None:
+        fix = f"{words} {_fits(changed)} where it was {seconds_text(plan.step_seconds)}"
+    elif plan.host_fullness > 1:
         fix = "use machines with more CPU memory, an optimizer with less state, or adapters"
-    elif not fix:
-        settings = least.settings
+    else:
+        settings, end = least.settings, "; use devices with more memory, shorter texts, or an optimizer with less state"
         fix = (
             f"no number of stages or micro-batches fits {planner.limit_text}: the leanest way needs "
             f"{size_text(least.peak_bytes)} ({settings.num_stages} stages, {settings.num_micro_batches} micro-batches, "
             f"{settings.schedule})"
         )
-        if not others:
-            return f"{fix}; use devices with more memory, shorter texts, or an optimizer with less state."
-    return f"{fix}; on these devices, {'; or '.join(others)}." if others else f"{fix}."
+    return f"{fix}; on these devices, {'; or '.join(others)}." if others else f"{fix}{end}."
+
+
+def _first_that_fits(plan: Plan, changes: Iterable[tuple[str, Plan]]) -> tuple[str, Plan | None, Plan]:
+    """The first of some changed plans that fits, in words, or None; and the plan that needs the least memory until
+    then."""
+    least = plan
+    for words, changed in changes:
+        if changed.fits:
+            return words, changed, least
+        least = min(least, changed, key=attrgetter("peak_bytes"))
+    return "", None, least
 
 
 def _fits(plan: Plan) -> str:
@@ -208,38 +211,25 @@ def _fits(plan: Plan) -> str:
 
 def _adapters_that_fit(plan: Plan) -> Iterator[str]:
     """Yield the smallest changes with which LoRA, and LoRA on quantised weights, fit the same devices."""
+    size = plan.settings.num_processes
     for keys, make in plan.planner.lighter.items():
         with suppress(UserError):  # not for this model or task
             lighter = make()
-            changes = ((f"{keys} with {words}", other) for words, other in _changed_plans(lighter.planner, lighter))
-            for words, candidate in chain([(keys, lighter)], changes):
-                if candidate.settings.num_processes != plan.settings.num_processes:
-                    break
-                if candidate.fits:
-                    yield f"{words} {_fits(candidate)}"
-                    break
+            changes = chain([("", lighter)], _changed_plans(lighter.planner, lighter.settings))
+            on_these = takewhile(lambda change: change[1].settings.num_processes == size, changes)
+            words, fitting, _ = _first_that_fits(lighter, on_these)
+            if fitting is not None:
+                yield f"{keys}{' with ' * bool(words)}{words} {_fits(fitting)}"
 
 
-def _modes_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
-    """Yield the keys of modes with which the same devices are enough."""
-    for fixes in functions_of_modes("search", "fixes"):
-        for words, change in fixes(planner, plan.settings):
-            with suppress(UserError):
-                changed = best_plan(planner, plan.settings.reopened(placement=None, **change))
-                if changed.fits:
-                    hosted = size_text(sum(changed.hosted_bytes))
-                    yield f"{words}, {_arguments(change)} {_fits(changed)}, with {hosted} of CPU memory"
-
-
-def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yield each change in words and as a plan, the smallest first."""
-    for change in _changes(planner, plan.settings):
+def _changed_plans(planner: Planner, settings: DecidedConfig) -> Iterator[tuple[str, Plan]]:
+    """Yield each change of keys of `pipeline` in words and as a plan, the smallest first."""
+    for change in _changes(planner, settings):
         with suppress(UserError):
-            yield _arguments(change), best_plan(planner, plan.settings.reopened(**change))
+            yield _arguments(change), best_plan(planner, settings.reopened(**change))
 
 
 def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield keys of `pipeline` with other values, the smallest change first."""
     lean: dict[str, Any] = {"schedule": "1f1b", "recompute": AUTO}
     if settings.recompute != "stage":
         yield {"recompute": AUTO}
@@ -251,12 +241,11 @@ def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str,
         yield from ({"num_micro_batches": count, **others} for count in more)
     finest = {"num_micro_batches": max([settings.num_micro_batches, *more]), **lean, "partition": AUTO}
     yield finest
-    if isinstance(settings.replicas, tuple):
-        return  # the schedule is a table of this many stages
-    num_stages, num_layers = settings.num_stages, planner.num_layers
-    while num_stages < num_layers:
+    num_stages = settings.num_stages
+    # Other numbers of replicas for each stage: the schedule is a table of this many stages.
+    while isinstance(settings.replicas, int) and num_stages < planner.num_layers:
         # One more at a time at first, then by a quarter.
-        num_stages = min(num_stages + max(1, num_stages // 4), num_layers)
+        num_stages = min(num_stages + max(1, num_stages // 4), planner.num_layers)
         of_replica = settings.num_processes // settings.replicas
         processes = num_stages * of_replica // settings.num_stages * settings.replicas
         yield {"num_stages": num_stages, "num_processes": processes, **finest}

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import dropwhile
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
@@ -20,13 +22,8 @@ from hf_gpipe.planner.search.cut import Outcome, outcome_of
 from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.registry import functions_of_modes, parts_of_modes
-from hf_gpipe.schedule import (
-    SPLIT_SCHEDULES,
-    V_SHAPED,
-    Placement,
-    check_once,
-    replicas_of,
-)
+from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, check_once, replicas_of
+from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import PipelineConfig
 
@@ -99,9 +96,9 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans with named schedules that a configuration allows and that are worth a try, at least one. Raises the
     errors of `best_plan`."""
     outcomes: list[Outcome] = []
-    for asked in ways_of_modes(planner, config):
+    for way in ways_of_modes(planner, config):
         try:
-            outcomes += _Search(*asked).outcomes()
+            outcomes += _outcomes(*way)
         except UserError as error:
             outcomes.append(error)
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
@@ -118,156 +115,137 @@ def ways_of_modes(planner: Planner, config: PipelineConfig) -> list[tuple[Planne
     return ways
 
 
-class _Search:
-    """The search for what a configuration leaves open, in which the keys of modes are decided.
+def _outcomes(planner: Planner, asked: PipelineConfig) -> list[Outcome]:
+    """The outcomes that are worth a try, where the keys of modes are decided. Raises UserError where there is none."""
+    counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
+    for of_mode in functions_of_modes("search", "outcomes"):
+        if (found := of_mode(planner, asked, counts)) is not None:
+            return list(found)
+    outcomes: dict[PipelineConfig, Outcome] = {}
+    for config in candidates(planner, asked, outcomes):
+        outcomes[config] = outcome_of(planner, config)
+    return list(outcomes.values())
+
+
+def candidates(
+    planner: Planner, asked: PipelineConfig, outcomes: Mapping[PipelineConfig, Outcome]
+) -> Iterator[PipelineConfig]:
+    """Yield a configuration with its mesh, schedule and M decided, in every way that is worth a try.
+
+    Where the mesh is open, the ways are the first meshes, and then steps from the best plans, as long as there are new
+    ones and time for them.
 
     Args:
-        planner: the planner of the model and these modes.
-        asked: the configuration.
+        planner: the planner of the model, for the modes of the configuration.
+        asked: the configuration, in which the keys of modes are decided.
+        outcomes: the outcome of each configuration that was yielded before.
+
+    Raises:
+        UserError: there is no mesh, or a step has too few rows for the replicas of a stage.
     """
-
-    def __init__(self, planner: Planner, asked: PipelineConfig) -> None:
-        self._planner, self._asked = planner, asked
-        self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
-        self._schedules: Sequence[str] = (asked.schedule,)
-        if asked.schedule == AUTO:
-            excluded = {mode for mode in _OF_MODES.values() if asked.excluding(mode)}
-            self._schedules = [name for name in AUTO_SCHEDULES if _OF_MODES.get(name) not in excluded]
-
-    def outcomes(self) -> list[Outcome]:
-        """The outcomes that are worth a try. Raises UserError where there is none."""
-        planner, asked = self._planner, self._asked
-        for of_mode in functions_of_modes("search", "outcomes"):
-            if (found := of_mode(planner, asked, self._counts)) is not None:
-                return list(found)
-        return self._of_meshes() if asked.is_mesh_open else [outcome_of(planner, each) for each in self._allowed()]
-
-    def _allowed(self) -> list[PipelineConfig]:
-        """The configuration with its schedule and M decided, in every way that is worth a try.
-
-        Raises:
-            UserError: M is "auto", and a step has too few rows for the replicas of a stage.
-        """
-        if self._asked.num_micro_batches == AUTO:
-            self._check_rows(max(replicas_of(*self._asked.mesh)))
-        ways = [
-            self._asked.replace(schedule=schedule, num_micro_batches=count)
-            for schedule in self._schedules
-            for count in self._counts
-        ]
-        return [*filter(self._is_worth_a_try, ways)]
-
-    def _of_meshes(self) -> list[Outcome]:
-        """The outcomes of the first meshes, and of steps from the best plans, as long as plans get better."""
-        meshes = Meshes(self._planner, self._asked)
-        outcomes: dict[PipelineConfig, Outcome] = {}
-        waiting = self._first(meshes.first())
-        while ways := [*self._affordable(waiting, outcomes)]:
-            outcomes |= {way: outcome_of(self._planner, way) for way in ways}
-            steps = dict.fromkeys(self._steps(outcomes, meshes))
-            new = [step for step in steps if step not in outcomes and self._is_worth_a_try(step)]
-            waiting = new[:_STEPS_AT_ONCE]
-        return list(outcomes.values())
-
-    def _first(self, placements: Sequence[Placement]) -> list[PipelineConfig]:
-        """The configurations with which the search begins. Those that take the least work come first.
-
-        Raises:
-            UserError: there is no mesh, or a mini-batch has too few rows for the replicas of any.
-        """
-        planner, asked = self._planner, self._asked
-        if not placements:
-            raise UserError(
-                f"no mesh of {asked.processes} processes has num_stages={asked.num_stages} and replicas="
-                f"{asked.replicas} for a model of {planner.num_layers} layers; use another number of processes, or let "
-                "both be auto."
-            )
-        self._check_rows(min(max(placement.replicas) for placement in placements))
-        schedules = _FIRST_SCHEDULES if asked.schedule == AUTO else self._schedules
-        counts, first = first_micro_batches(planner, asked), []
-        for placement in placements:
-            for count in counts if len(set(placement.replicas)) == 1 else counts[:1]:
-                mesh = with_mesh(asked, placement).replace(num_micro_batches=count)
-                ways = (mesh.replace(schedule=schedule) for schedule in schedules)
-                first += [*filter(self._is_worth_a_try, ways)][:1]
-        return sorted(first, key=partial(work, planner))
-
-    def _steps(self, outcomes: Mapping[PipelineConfig, Outcome], meshes: Meshes) -> Iterator[PipelineConfig]:
-        """Yield configurations one step from the best plans: another schedule, another M, or a mesh one step away."""
-        counts, schedules = self._counts, self._schedules
-        ranked = sorted(outcomes, key=lambda config: _sort_key(outcomes[config]))
-        of_meshes: dict[object, PipelineConfig] = {}
-        for config in ranked:
-            of_meshes.setdefault((config.mesh, config.placement), config)
-        configs = list(of_meshes.values())
-        outcome = outcomes[configs[0]]
-        if not isinstance(outcome, Plan) or not outcome.fits:
-            # More micro-batches, and the first schedule, need less memory.
-            larger = [count for count in counts if count > int(configs[0].num_micro_batches)]
-            if larger:
-                yield configs[0].replace(num_micro_batches=larger[0])
-                yield configs[0].replace(schedule=schedules[0])
-                return
-            # Every mesh is tried: a mesh that lacks more memory under its first schedule may fit under this schedule.
-            yield from (config.replace(schedule=schedules[0]) for config in configs)
-            configs = configs[:1]
-        alone = [config for config in configs if config.places == config.processes]
-        several = [config for config in configs if config.places != config.processes]
-        best = [*alone[:_NUM_IMPROVED], *several[:1]]
-        for config in best:
-            place = counts.index(int(config.num_micro_batches))
-            yield from (config.replace(num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
-        for config in best:
-            yield from (config.replace(schedule=schedule) for schedule in schedules)
-            rest = self._asked.replace(schedule=config.schedule, num_micro_batches=config.num_micro_batches)
-            outcome = outcomes[config]
-            near = outcome.slowest_stage.number if isinstance(outcome, Plan) else 0
-            yield from (with_mesh(rest, placement) for placement in meshes.beside(config.placed("gpipe"), near))
-        for config in configs[:_NUM_RESCHEDULED]:
-            yield from (config.replace(schedule=schedule) for schedule in schedules)
-
-    def _affordable(
-        self, configs: Sequence[PipelineConfig], done: Iterable[PipelineConfig]
-    ) -> Iterator[PipelineConfig]:
-        """The first configurations for which there is time after those that are done."""
-        spent = sum(work(self._planner, config) for config in done)
-        for config in configs:
-            if spent < MOST_WORK:
-                yield config
-            spent += work(self._planner, config)
-
-    def _check_rows(self, replicas: int) -> None:
-        """Raise UserError where a step has too few micro-batches for so many replicas."""
-        most = max(map(self._planner.micro_batches_of_step, self._counts))
+    counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
+    excluded = {mode for mode in _OF_MODES.values() if asked.excluding(mode)}
+    schedules: Sequence[str] = [name for name in AUTO_SCHEDULES if _OF_MODES.get(name) not in excluded]
+    is_schedule_open, is_mesh_open = asked.schedule == AUTO, asked.is_mesh_open
+    schedules = schedules if is_schedule_open else [asked.schedule]
+    is_worth_a_try = partial(_is_worth_a_try, planner, asked)
+    placements = (meshes := Meshes(planner, asked)).first() if is_mesh_open else []
+    if is_mesh_open and not placements:
+        raise UserError(
+            f"no mesh of {asked.processes} processes has num_stages={asked.num_stages} and replicas="
+            f"{asked.replicas} for a model of {planner.num_layers} layers; use another number of processes, or let "
+            "both be auto."
+        )
+    if is_mesh_open or asked.num_micro_batches == AUTO:
+        every = [placement.replicas for placement in placements] or [replicas_of(*asked.mesh)]
+        replicas, most = min(map(max, every)), max(map(planner.micro_batches_of_step, counts))
         if most < replicas:
             raise UserError(
                 f"a step has at most {most} micro-batches and a stage has {replicas} replicas, which take them in "
                 "turn: some would never get one; use more micro-batches, more rows in a mini-batch, or fewer replicas."
             )
+    if not is_mesh_open:
+        ways = (asked.replace(schedule=own, num_micro_batches=count) for own in schedules for count in counts)
+        yield from filter(is_worth_a_try, ways)
+        return
+    waiting, spent, first_counts = [], 0, first_micro_batches(planner, asked)
+    for placement in placements:
+        for count in first_counts if len(set(placement.replicas)) == 1 else first_counts[:1]:
+            mesh = with_mesh(asked, placement).replace(num_micro_batches=count)
+            ways = (mesh.replace(schedule=own) for own in (_FIRST_SCHEDULES if is_schedule_open else schedules))
+            waiting += [*filter(is_worth_a_try, ways)][:1]
+    # Those that take the least work come first.
+    waiting.sort(key=partial(work, planner))
+    while waiting:
+        for config in waiting:
+            if spent >= MOST_WORK:
+                return
+            yield config
+            spent += work(planner, config)
+        steps = dict.fromkeys(_steps(asked, outcomes, meshes, schedules, counts))
+        waiting = [step for step in steps if step not in outcomes and is_worth_a_try(step)][:_STEPS_AT_ONCE]
 
-    def _is_worth_a_try(self, config: PipelineConfig) -> bool:
-        """Whether a decided M and schedule are worth a try: every replica gets a micro-batch where M was open, and an
-        open schedule can run on the processes and does not equal another schedule there."""
-        planner, asked = self._planner, self._asked
-        num_stages, replicas = config.mesh
-        counts, schedule = replicas_of(num_stages, replicas), config.schedule
-        is_open = asked.is_mesh_open or asked.num_micro_batches == AUTO
-        if is_open and planner.micro_batches_of_step(int(config.num_micro_batches)) < max(counts):
-            return False
-        if asked.schedule != AUTO:
-            return True
-        if schedule == "interleaved_1f1b":
-            return config.processes < config.places
-        if (mode := _OF_MODES.get(schedule)) is not None:
-            return bool(parts_of_modes("search")[mode].is_worth_a_try(planner, config))
-        if schedule not in SPLIT_SCHEDULES:
-            return True
-        # A compiled block has one backward, and in one process no other waits for I.
-        if config.compiled.backend is not None or config.places == num_stages * config.processes:
-            return False
-        if schedule in V_SHAPED:
-            return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None
-        return config.places == config.processes
+
+def _steps(
+    asked: PipelineConfig,
+    outcomes: Mapping[PipelineConfig, Outcome],
+    meshes: Meshes,
+    schedules: Sequence[str],
+    counts: Sequence[int],
+) -> Iterator[PipelineConfig]:
+    """Yield configurations one step from the best plans: another schedule, another M, or a mesh one step away."""
+    of_meshes: dict[object, PipelineConfig] = {}
+    for config in sorted(outcomes, key=lambda config: _sort_key(outcomes[config])):
+        of_meshes.setdefault((config.mesh, config.placement), config)
+    configs = list(of_meshes.values())
+    first, outcome = configs[0], outcomes[configs[0]]
+    if not isinstance(outcome, Plan) or not outcome.fits:
+        # More micro-batches, and the first schedule, need less memory.
+        if larger := [count for count in counts if count > int(first.num_micro_batches)]:
+            yield first.replace(num_micro_batches=larger[0])
+            yield first.replace(schedule=schedules[0])
+            return
+        # Every mesh is tried: a mesh that lacks more memory under its first schedule may fit under this schedule.
+        yield from (config.replace(schedule=schedules[0]) for config in configs)
+        configs = configs[:1]
+    alone = [config for config in configs if config.places == config.processes]
+    several = [config for config in configs if config.places != config.processes]
+    best = [*alone[:_NUM_IMPROVED], *several[:1]]
+    for config in best:
+        place = counts.index(int(config.num_micro_batches))
+        yield from (config.replace(num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
+    for config in best:
+        yield from (config.replace(schedule=schedule) for schedule in schedules)
+        rest = asked.replace(schedule=config.schedule, num_micro_batches=config.num_micro_batches)
+        outcome = outcomes[config]
+        near = outcome.slowest_stage.number if isinstance(outcome, Plan) else 0
+        yield from (with_mesh(rest, placement) for placement in meshes.beside(config.placed("gpipe"), near))
+    for config in configs[:_NUM_RESCHEDULED]:
+        yield from (config.replace(schedule=schedule) for schedule in schedules)
+
+
+def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineConfig) -> bool:
+    """Whether a decided M and schedule are worth a try: every replica gets a micro-batch where M was open, and an open
+    schedule can run on the processes and does not equal another schedule there."""
+    num_stages, replicas = config.mesh
+    counts, schedule = replicas_of(num_stages, replicas), config.schedule
+    is_open = asked.is_mesh_open or asked.num_micro_batches == AUTO
+    if is_open and planner.micro_batches_of_step(int(config.num_micro_batches)) < max(counts):
+        return False
+    if asked.schedule != AUTO:
+        return True
+    if schedule == "interleaved_1f1b":
+        return config.processes < config.places
+    if (mode := _OF_MODES.get(schedule)) is not None:
+        return bool(parts_of_modes("search")[mode].is_worth_a_try(planner, config))
+    if schedule not in SPLIT_SCHEDULES:
+        return True
+    # A compiled block has one backward, and in one process no other waits for I.
+    if config.compiled.backend is not None or config.places == num_stages * config.processes:
+        return False
+    if schedule in V_SHAPED:
+        return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None
+    return config.places == config.processes
 
 
 def work(planner: Planner, config: PipelineConfig) -> int:
@@ -296,3 +274,98 @@ def _sort_key(outcome: Outcome) -> tuple[float, ...]:
     if isinstance(outcome, Plan):
         return outcome.sort_key
     return (2.0, outcome.fullness if isinstance(outcome, PartitionError) else math.inf)
+
+
+# ---------------------------------------------------------------------- hf-gpipe plan --search
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        fastest: the best plan of each mesh that fits, the fastest first. The first may have a table that was made for
+            it.
+        leanest: the plan that needs the least memory.
+        ways: the best plan without the modes that move weights, and with each of them, whether it fits or not.
+        num_tried: the number of plans that were tried.
+        least: the division among the fewest ranks with which all weights fit the devices, if fewer do not suffice.
+    """
+
+    fastest: tuple[Plan, ...]
+    leanest: Plan
+    num_tried: int
+    least: Division | None = None
+    ways: tuple[Plan, ...] = ()
+
+
+def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
+    """Try K, replicas, the order of the processes, M, schedule, recomputation and partition on a number of processes.
+
+    Args:
+        asked: the planner of each division of layers, the smallest first, with the configuration: it is tried too. The
+            other ones keep of it what `PipelineConfig.with_auto` keeps.
+
+    Raises:
+        PartitionError: there is no split at all. It is the first planner's error.
+    """
+    plans, ways, errors, divisions = list[Plan](), list[Plan](), list[PartitionError](), list[Division]()
+    for planner, config in asked:
+        divisions.append(planner.division)
+        free = config.with_auto(config.processes)
+        try:
+            own = allowed_plans(planner, free)
+        except PartitionError as error:
+            errors.append(error)
+            continue
+        stay = [plan for plan in _first_of_each(_mesh_of, own) if not way_of(plan)]
+        for each in (*([] if config.is_mesh_open else [config]), *_lean(planner, stay)):
+            with suppress(UserError):
+                own += allowed_plans(planner, each)
+        ways += [with_table(plan, free) for plan in _first_of_each(way_of, own)]
+        plans += own
+    if not plans:
+        raise errors[0]
+    fitting = _first_of_each(_mesh_of, (plan for plan in plans if plan.fits))
+    fitting = _first_of_each(
+        _mesh_of, [*(plan for plan in ways if plan.fits), *fitting], attrgetter("step_seconds", "peak_bytes")
+    )
+    fitting = [*dropwhile(lambda plan: not can_run(plan), fitting)]
+    staying = (plan.planner.division for plan in fitting if not way_of(plan))
+    least = min(staying, default=None, key=attrgetter("num_ranks"))
+    leanest, ways = min(plans, key=attrgetter("fullness", "step_seconds")), _first_of_each(way_of, ways)
+    return SearchResult(tuple(fitting), leanest, len(plans), None if least == divisions[0] else least, tuple(ways))
+
+
+def way_of(plan: Plan) -> str:
+    """Words for the mode that moves a plan's weights; empty: they stay on their devices."""
+    return next(filter(None, (way(plan) for way in functions_of_modes("search", "way"))), "")
+
+
+def _first_of_each(
+    kind: Callable[[Plan], object],
+    plans: Iterable[Plan],
+    key: Callable[[Plan], tuple[float, ...]] = attrgetter("sort_key"),
+) -> list[Plan]:
+    """The first plan of each kind, in the order of a key: by default the best first."""
+    first: dict[object, Plan] = {}
+    for plan in sorted(plans, key=key):
+        first.setdefault(kind(plan), plan)
+    return list(first.values())
+
+
+def _mesh_of(plan: Plan) -> object:
+    return plan.planner.division, plan.timeline.schedule.placement, way_of(plan)
+
+
+def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
+    """Yield the mesh with the most stages and the best plan's mesh, unchanged and with the least memory."""
+    if not plans:
+        return
+    most = max(plans, key=lambda plan: plan.settings.num_stages)
+    for plan in (most,) if most is plans[0] else (most, plans[0]):
+        for recompute in (AUTO, "block", "stage"):
+            config = plan.settings.reopened(
+                schedule="1f1b", recompute=recompute, partition=AUTO, num_micro_batches=AUTO
+            )
+            yield config.replace(num_micro_batches=first_micro_batches(planner, config)[-1])

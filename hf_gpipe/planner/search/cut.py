@@ -8,14 +8,13 @@ from operator import attrgetter
 from typing import Any
 
 from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
-from hf_gpipe.partition import COST_STRATEGIES, by_cost
+from hf_gpipe.partition import COST_STRATEGIES, COUNT, by_cost
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.costs.stage_costs import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.plan import Plan, Planner, best_of
 from hf_gpipe.registry import functions_of_modes
-from hf_gpipe.schedule import Placement
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
@@ -59,8 +58,17 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
             )
     except PartitionError:
         pass
-    plans = []
-    settings = _leanest(planner, settings, config.partition)
+    plans, errors = list[Plan](), list[PartitionError]()
+    # Recomputed stages, or recomputed blocks where no whole graph fits.
+    for recompute in ("stage", "block"):
+        try:
+            partition = choose_partition(planner, settings.replace(recompute=recompute), config.partition)
+            break
+        except PartitionError as error:
+            errors.append(error)
+    else:
+        raise min(errors, key=attrgetter("fullness"))
+    settings = settings.replace(partition=partition)
     for _ in range(2):
         settings = settings.replace(recompute=choose_recompute(planner, settings))
         plans.append(planner.plan(settings))
@@ -78,17 +86,6 @@ def _of_modes(name: str, *args: Any) -> Iterator[Plan]:
     return (plan for of_mode in functions_of_modes("search", name) for plan in of_mode(*args))
 
 
-def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> DecidedConfig:
-    """The settings with recomputed stages and a split for them, or with recomputed blocks where no whole graph fits."""
-    errors = []
-    for way in (settings.replace(recompute="stage"), settings.replace(recompute="block")):
-        try:
-            return way.replace(partition=choose_partition(planner, way, strategy))
-        except PartitionError as error:
-            errors.append(error)
-    raise min(errors, key=attrgetter("fullness"))
-
-
 def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
     """Choose the number of layers of each stage.
 
@@ -101,12 +98,11 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     Raises:
         PartitionError: no split meets the planner's limit of memory, or `partition` raises it.
     """
-    num_micro_batches = settings.num_micro_batches
-    costs = planner.costs(num_micro_batches)
-    if strategy not in (*COST_STRATEGIES, AUTO):
-        given = cut(len(costs.layers), settings.num_stages, strategy, shares_last=settings.shares_last_layer)
+    costs, is_by_cost = planner.costs(settings.num_micro_batches), strategy in (*COST_STRATEGIES, AUTO)
+    given_sizes = COUNT if is_by_cost else strategy
+    given = cut(len(costs.layers), settings.num_stages, given_sizes, shares_last=settings.shares_last_layer)
+    if not is_by_cost:
         return tuple(map(len, given))
-    cut(len(costs.layers), settings.num_stages, shares_last=settings.shares_last_layer)
     if strategy == "profile" and not costs.is_measured:
         advice = "plan with --profile, or use flops"
         if not planner.division.is_whole:
@@ -133,7 +129,10 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     def parameters(_: int, start: int, stop: int) -> float:
         return sums.held(start, stop).num_bytes
 
-    caps = _caps(planner, placement)
+    limits = zip(placement.workers, planner.limits_of(placement), strict=True)
+    # A process's stages share its memory evenly.
+    most = [limit and limit / max(len(placement.stages_of(process)) for process in own) for own, limit in limits]
+    caps = [] if None in most else [own or 0.0 for own in most]
     largest = max(caps, default=0.0)
 
     @cache  # by_cost asks for the same runs of layers again and again
@@ -167,16 +166,6 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             error.fullness,
         ) from None
     return (*sizes, last + settings.shares_last_layer)
-
-
-def _caps(planner: Planner, placement: Placement) -> list[float]:
-    """The most bytes that each stage may need, where a process's stages share its memory evenly."""
-    caps = []
-    for own, limit in zip(placement.workers, planner.limits_of(placement), strict=True):
-        if limit is None:
-            return []
-        caps.append(limit / max(len(placement.stages_of(process)) for process in own))
-    return caps
 
 
 def choose_recompute(planner: Planner, settings: DecidedConfig) -> str | tuple[str | int, ...]:

@@ -46,6 +46,7 @@ class Meshes:
         self._most = planner.num_layers if config.num_stages == AUTO else int(config.num_stages)
         self._fewest = 1 if config.num_stages == AUTO else self._most
         self._replicas = config.replicas
+        self._divisors = [number for number in range(1, self._size + 1) if self._size % number == 0]
         self._classes = planner.classes(self._size)
         depths = range(1, 1 if planner.cluster is None else len(planner.cluster.levels))
         #: The number of processes of a machine, and of each larger part of the cluster.
@@ -71,7 +72,7 @@ class Meshes:
 
     def _side_by_side(self) -> Iterator[Placement]:
         """Yield D pipelines side by side, with one or two stages a process."""
-        for replicas in self._divisors():
+        for replicas in self._divisors:
             of_pipeline = self._size // replicas
             asked = (self._most,) if self._fewest == self._most else (of_pipeline, 2 * of_pipeline)
             for num_stages in asked:
@@ -85,7 +86,7 @@ class Meshes:
             places = range(1, self._size)
             cuts = [cuts for count in range(self._fewest, most + 1) for cuts in combinations(places, count - 1)]
         else:
-            counts = {most, *(count for count in self._divisors() if self._fewest <= count <= most)}
+            counts = {most, *(count for count in self._divisors if self._fewest <= count <= most)}
             cuts = [tuple(accumulate(by_count(self._size, count)))[:-1] for count in sorted(counts)]
         for each in cuts:
             placement = _cut(range(self._size), each)
@@ -117,12 +118,10 @@ class Meshes:
         for changed in sorted(every, key=lambda changed: min(abs(at - end) for at in changed for end in ends)):
             others = cuts ^ changed
             if self._fewest <= len(others) + 1 <= self._most:
-                yield self._usual(_cut(row, others))
-
-    def _usual(self, placement: Placement) -> Placement:
-        """Put the processes into the usual order, where their order does not matter."""
-        is_alike = len(set(self._looks)) == 1
-        return Placement.one_stage_each(placement.num_stages, placement.replicas) if is_alike else placement
+                made = _cut(row, others)
+                # The usual order of processes where their order does not matter.
+                is_alike = len(set(self._looks)) == 1
+                yield Placement.one_stage_each(made.num_stages, made.replicas) if is_alike else made
 
     def _exchanged(self, placement: Placement) -> Iterator[Placement]:
         """Yield meshes in which two processes of different classes and stages change places, one for alike pairs."""
@@ -134,9 +133,6 @@ class Meshes:
         }
         for first, second in pairs.values():
             yield _renamed(placement, {first: second, second: first})
-
-    def _divisors(self) -> list[int]:
-        return [number for number in range(1, self._size + 1) if self._size % number == 0]
 
 
 def _cut(row: Sequence[int], cuts: Iterable[int]) -> Placement:
