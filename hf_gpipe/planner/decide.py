@@ -110,7 +110,6 @@ class Planning:
         """The planner for the device of this process and the configuration's limit of memory.
 
         Args:
-            config: the configuration of the pipeline.
             measured: the costs with the seconds that were measured, of micro-batches or of members of groups.
             decides: whether equal machines must decide the same: then it uses `device` and links in round numbers.
 

@@ -105,7 +105,6 @@ def table_of(
     """The table of these settings, whose partition is not read. A window has about `LONGEST_WINDOW` micro-batches.
 
     Args:
-        settings: the settings of the pipeline.
         inputs: the planner's inputs, which have the tables that were read from files.
         num_micro_batches: the number of micro-batches of a step, where each member of a group counts.
         group_size: the number of members of each group.
@@ -228,7 +227,6 @@ def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, in
     """Compute the seconds of what runs before the table of a step.
 
     Args:
-        layout: the configuration.
         num_forwards: how often all forwards run.
         of_tokens: rows and their tokens -> the costs of the model's layers; None: nothing is generated.
     """

@@ -75,14 +75,8 @@ class Resident(NamedTuple):
 
 
 def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Sequence[int]) -> MemoryEstimate:
-    """Estimate the memory of a process at the peak of a step.
-
-    Args:
-        layout: the configuration.
-        timeline: the simulated table of the configuration.
-        process: the process's number.
-        own: the process's stages. With one stage of several, the estimate is what that stage alone needs.
-    """
+    """Estimate the memory of a process at the peak of a step, for its own stages. With one stage of several, the
+    estimate is what that stage alone needs."""
     sums, stages, converts = layout.sums, layout.stages, layout.converts_once
     known = {number: sums.bytes_of(stages[number], converts_once=converts) for number in own}
     held = sums.held_by(stages[number].run for number in own)

@@ -37,16 +37,11 @@ def planner_of(
     """Make the planner of a model that has its adapter.
 
     Args:
-        adapter: the model's adapter.
-        inputs: the mini-batch and the optimizer.
-        device: the device that a process computes on.
         config: the configuration, whose limits of memory, speeds and division of layers the planner gets. None: the
             memory of the device is the limit, all processes are as fast, and layers are whole.
-        loss: the loss of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
         seconds: gives the traced costs of a micro-batch, or of a member of a group, the seconds that were measured;
             None: seconds are estimated.
-        cluster: the links between the processes.
         companion: the model beside the trained one, whose seconds are estimated; None: there is none.
         tracer: gives the tracer of the layers, which has what it has traced; None: a new one.
 
@@ -95,13 +90,7 @@ def planner_of(
 def costs_of_members(
     workload: Workload, groups: Groups, costs_of: Callable[[Workload], ModelCosts]
 ) -> tuple[ModelCosts, ...]:
-    """The costs of each member of the group that a micro-batch is cut into, which may be the micro-batch itself.
-
-    Args:
-        workload: the micro-batch.
-        groups: how it is cut.
-        costs_of: the costs of a member.
-    """
+    """The costs of each member of the group that a micro-batch is cut into, which may be the micro-batch itself."""
     own = workload.members(groups) if groups.size > 1 else [workload]
     # A tracer reads off the members between these, where all are equally long.
     first = [*{0, len(own) - 1, len(own) // 2}]

@@ -56,7 +56,6 @@ class ModelLayers:
     """The layers of a model with what the planner needs to know before any of them runs.
 
     Args:
-        adapter: the model's adapter.
         division: how the layers are divided; the sizes count one rank's part.
 
     Attributes:
@@ -119,10 +118,7 @@ class LayerTracer:
     """Traces the layers of one model.
 
     Args:
-        adapter: the model's adapter.
-        loss: the loss of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-        division: how the layers are divided.
 
     Attributes:
         layers: the layers of the model.

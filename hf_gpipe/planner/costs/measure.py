@@ -87,10 +87,6 @@ def profile_layers(
     """The costs of `LayerTracer` with the seconds filled in, medians of several runs after one that is not counted.
 
     Args:
-        adapter: the model's adapter.
-        workload: the micro-batch.
-        device: the device to measure on.
-        loss: the loss of the micro-batch.
         repeats: the number of runs of each class of layers.
         budget_seconds: the seconds after which no further run of a class of layers begins, but two are always made.
         barrier: waits for all processes that measure at the same time, before each class of layers, so that each
@@ -145,10 +141,6 @@ def measure_speeds(
     processes that share a machine slow each other down as they will.
 
     Args:
-        adapter: the model's adapter.
-        workload: a micro-batch.
-        world: the processes and their devices.
-        loss: the loss of the micro-batch.
         ranks: the ranks of this process's worker, among which the block is divided; None: a process is a worker.
     """
     own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier, ranks=ranks)

@@ -132,14 +132,11 @@ class StageTracer:
     On fake tensors the stage is made once: that takes longer than to run it.
 
     Args:
-        adapter: the model's adapter.
         layers: the numbers of the stage's layers.
         wants_gradient: boundary -> whether the gradient of each tensor that crosses it is wanted, by name.
-        loss: the loss of the micro-batch.
         recompute_blocks: whether each block is recomputed in the backward.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
-        division: how the layers are divided.
 
     Attributes:
         is_real: whether the stage runs on real tensors; known after the first run.

@@ -56,7 +56,6 @@ class Network:
 
     Args:
         cluster: the cluster, whose ranks are the workers; it has at least as many devices.
-        placement: the placement of the stages.
 
     Raises:
         UserError: there are more workers than devices.

@@ -39,7 +39,6 @@ class Processes:
     """The processes that a plan is for.
 
     Args:
-        device: the device that a process computes on.
         memory_bytes: the most that a process may use, or one number for each process; None: the device's memory, where
             that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.

@@ -55,7 +55,6 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
     """The fastest plan that a configuration allows and that fits; where none fits, the plan that needs least memory.
 
     Args:
-        planner: the planner of the model, its mini-batch and its device.
         config: a value or "auto" for everything, and the number of processes where stages or replicas are "auto". The
             limit of memory is the planner's.
 
@@ -136,7 +135,6 @@ def candidates(
     ones and time for them.
 
     Args:
-        planner: the planner of the model, for the modes of the configuration.
         asked: the configuration, in which the keys of modes are decided.
         outcomes: the outcome of each configuration that was yielded before.
 

@@ -90,7 +90,6 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     """Choose the number of layers of each stage.
 
     Args:
-        planner: the planner of the model.
         settings: the configuration. All but its partition is read, and says what a stage costs and holds.
         strategy: "count", "parameters", "flops", "profile" for measured seconds, "auto" for seconds, measured or not,
             or a list of numbers of layers.
@@ -172,11 +171,8 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> str | tuple[s
     """Choose the largest number of stored graphs that fits the planner's limit, for each stage.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
-    recomputes its blocks instead, if that needs less.
-
-    Args:
-        planner: the planner of the model.
-        settings: the configuration with its partition; its `recompute` is not read.
+    recomputes its blocks instead, if that needs less. The partition of the settings is decided, and their `recompute`
+    is not read.
 
     Returns:
         "none" where nothing need be recomputed, else an entry for each stage. Where it does not fit, nothing does.
