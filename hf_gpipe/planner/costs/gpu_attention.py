@@ -28,7 +28,10 @@ def kernel_attention(
     Returns:
         The output (B, heads, Q, width), and what a kernel keeps of the softmax (B, heads, Q).
     """
-    return _computed(query, key, value, is_causal), query.new_zeros(query.shape[:-1], dtype=torch.float32)
+    mask = LowerRightMask.of(query.shape[-2], key.shape[-2], query.device).written if is_causal else None
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    laid_out = output.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return laid_out, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
 @kernel_attention.register_fake
@@ -68,12 +71,6 @@ def kernel_attention_backward(
 @kernel_attention_backward.register_fake
 def _(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _computed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    mask = LowerRightMask.of(query.shape[-2], key.shape[-2], query.device).written if is_causal else None
-    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    return output.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
