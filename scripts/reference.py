@@ -30,7 +30,7 @@ from hf_gpipe.settings.section import keys_of
 from hf_gpipe.settings.words import describe
 from hf_gpipe.tasks.sft import PipelineSFTConfig
 from hf_gpipe.training.arguments import PipelineTrainingArguments
-from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, REFUSED
+from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, MISSING_ARGUMENTS, REFUSED
 
 SURFACE = {
     "called, also an override": METHODS,
@@ -86,6 +86,12 @@ def fine_tuning() -> str:
         if argument.name not in base or argument.metadata["help"] != base[argument.name].metadata["help"]:
             lines.append(f"| `{argument.name}` | `{argument.default!r}` | {argument.metadata['help']} |")
     return "\n".join(lines)
+
+
+def missing_arguments() -> str:
+    """The arguments of TRL's configurations, and of older releases, that do not exist, as a Markdown table."""
+    rows = [f"| `{name}` | {note} |" for name, note in MISSING_ARGUMENTS.items()]
+    return "\n".join(["| argument | why, and what to do instead |", "|---|---|", *rows])
 
 
 def recipe_keys() -> str:
@@ -160,7 +166,12 @@ def command_help(text: str) -> str:
 
 #: The parts of each page, by their names in it.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "arguments.md": {"own": own_arguments, "library": library_arguments, "fine-tuning": fine_tuning},
+    "arguments.md": {
+        "own": own_arguments,
+        "library": library_arguments,
+        "fine-tuning": fine_tuning,
+        "missing": missing_arguments,
+    },
     "trainer.md": {"methods": methods},
     "recipes.md": {"keys": recipe_keys},
     "modes.md": {"modes": modes, "reasons": reasons},

@@ -74,11 +74,6 @@ def _check_adapters(recipe: Recipe) -> None:
             f"model.quantization is {model.quantization} and lora.r is null, so there would be nothing to train: "
             "quantised weights stay as they are; set lora.r, such as 16, or leave model.quantization out."
         )
-    if recipe.grpo.beta and lora.r is None:
-        raise RecipeError(
-            f"grpo.beta is {recipe.grpo.beta} and lora.r is null: the reference is the model without its new adapters; "
-            "set lora.r, or leave grpo.beta out."
-        )
     if recipe.data.kind == "images" and lora.r is not None and not lora.modules_to_save:
         raise RecipeError(
             f"lora.r is {lora.r}, data.kind is images and lora.modules_to_save is empty, so the head would stay as it "

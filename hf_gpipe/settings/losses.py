@@ -75,16 +75,8 @@ class ReferenceOptions(LossOptions):
     """How closely the model stays to the reference, which is the model before its training; larger: more closely."""
 
 
-class _OfReference(Settings):
-    """The keys of their trainers."""
-
-    precompute_ref_log_probs: bool = False
-    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
-    adapters turned off. Without `lora.r` they are always computed before, unless the data is a stream or
-    `sync_ref_model` is true."""
-
-    disable_dropout: bool = True
-    """Whether the model has no dropout in training."""
+class _Following(Settings):
+    """The keys of trainers whose reference may follow the model."""
 
     sync_ref_model: bool = False
     """Whether the reference follows the model (TR-DPO). A copy of the trained weights is then kept in memory, which the
@@ -98,12 +90,27 @@ class _OfReference(Settings):
 
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
+        if not self.sync_ref_model:
+            why = "sync_ref_model is false, so the reference stays; set that to true"
+            refuse_given(self, ("ref_model_mixup_alpha", "ref_model_sync_steps"), why)
+
+
+class _OfReference(_Following):
+    """The keys of trainers of preferences."""
+
+    precompute_ref_log_probs: bool = False
+    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
+    adapters turned off. Without `lora.r` they are always computed before, unless the data is a stream or
+    `sync_ref_model` is true."""
+
+    disable_dropout: bool = True
+    """Whether the model has no dropout in training."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
         if self.sync_ref_model:
             why = "sync_ref_model is true, so the reference changes; choose one of them"
             refuse_given(self, ("precompute_ref_log_probs",), why)
-        else:
-            why = "sync_ref_model is false, so the reference stays; set that to true"
-            refuse_given(self, ("ref_model_mixup_alpha", "ref_model_sync_steps"), why)
 
 
 PreferenceType = Literal[
@@ -307,24 +314,31 @@ class EmbeddingsSection(EmbeddingOptions):
     """Whether the model has no dropout in training."""
 
 
-class GRPOOptions(Settings):
+#: The losses of completions that clip the ratio of probabilities on both sides.
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+class GRPOOptions(LossOptions):
     """The options of the loss of completions with advantages."""
 
     beta: NotNegative = 0.0
-    """Weight of the divergence from the model without its new adapters; a weight above 0 needs `lora.r`."""
+    """Weight of the divergence from the reference, which is the model before its training."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """How tokens are averaged. grpo: over each row, then over rows; dapo, bnpo: over all tokens of the step; dr_grpo:
-    the sum, divided by rows times `max_completion_length`."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    """The loss of a token, and how tokens are averaged. grpo, dapo, bnpo, dr_grpo and luspo clip the ratio of
+    probabilities. grpo: the mean over each row, then over rows; dapo: over all tokens of the step; bnpo: over those of
+    each mini-batch; dr_grpo: the sum, divided by rows times `max_completion_length`; luspo: the sum over each row, then
+    the mean over rows. cispo and vespo weight log-probabilities and average as dapo does; sapo limits the ratio
+    smoothly, and averages as grpo."""
 
     max_completion_length: Count = 512
     """Maximum number of tokens of a completion."""
 
-    epsilon: NotNegative = 0.2
+    epsilon: Annotated[NotNegative, ReadBy((*CLIPPED, "cispo"))] = 0.2
     """The ratio of a token's probabilities is clipped at 1 - epsilon and, without `epsilon_high`, at 1 + epsilon."""
 
-    epsilon_high: NotNegative | None = None
-    """The ratio is clipped at 1 + epsilon_high; null: `epsilon`."""
+    epsilon_high: Annotated[NotNegative | None, ReadBy((*CLIPPED, "cispo"))] = None
+    """The ratio is clipped at 1 + epsilon_high, of cispo at epsilon_high itself; null: `epsilon`."""
 
     temperature: Positive = 1.0
     """Temperature at which completions are sampled; the loss also divides the logits by it."""
@@ -351,7 +365,7 @@ class _Rollouts(Settings):
     """Whether the model has no dropout in training."""
 
 
-class GRPOSection(GRPOOptions, _Rollouts):
+class GRPOSection(_Following, GRPOOptions, _Rollouts):
     """Options for `data.kind: prompts` (GRPO): rewards of own completions; keys as in TRL's GRPOConfig."""
 
     kinds = ("prompts",)

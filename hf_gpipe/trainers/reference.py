@@ -98,20 +98,13 @@ class ReferenceTrainer(TaskTrainer):
         if reference is not self.pipe:
             self.pipe.forwards.reference = reference.log_probs
             return
-        if self.pipe.config.visits.offload_weights == "all":
-            raise UserError(
-                "offload_weights is all, and the reference would be a second copy of these weights: sync_ref_model and "
-                "streams need it; train new adapters (peft_config), or give list(...) of the stream"
-            )
-        kept = self._kept = KeptWeights(self.pipe.weights)
+        kept = self._kept = kept_reference(self, "sync_ref_model and streams need it")
 
         def log_probs(rows: Batch) -> torch.Tensor:
             with kept.in_place():
                 return self.pipe.log_probs(rows)
 
         self.pipe.forwards.reference = log_probs
-        if self.args.sync_ref_model:
-            self.callback_handler.add_callback(_Sync(kept))
 
     @property
     def ref_model(self) -> Any:
@@ -176,6 +169,22 @@ class ReferenceTrainer(TaskTrainer):
                 "any more; give this dataset to the constructor"
             )
         return self._with_reference(self.pipe, dataset, self.args.per_device_eval_batch_size)
+
+
+def kept_reference(trainer: TaskTrainer, why: str) -> KeptWeights:
+    """A copy of the trained weights, as the reference, which follows the model if the arguments say so.
+
+    Every process calls it. Raises UserError, which says why there is a copy, where the weights visit the device.
+    """
+    if trainer.pipe.config.visits.offload_weights == "all":
+        raise UserError(
+            f"offload_weights is all, and the reference would be a second copy of these weights: {why}; train new "
+            "adapters (peft_config), or give list(...) of a stream"
+        )
+    kept = KeptWeights(trainer.pipe.weights)
+    if trainer.args.sync_ref_model:
+        trainer.callback_handler.add_callback(_Sync(kept))
+    return kept
 
 
 class _Sync(TrainerCallback):

@@ -45,6 +45,9 @@ _SFT_ONLY = "only PipelineSFTConfig has it"
 
 _AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
 
+_NO_VLLM = "completions come from the pipeline, or from rollout_server; use that"
+_ENTROPIES = "it needs the entropies of all tokens of a step before its loss; entropy_coef weights their mean"
+
 #: Arguments of TRL's configurations, and of older releases, that do not exist here -> why, and what to do instead.
 MISSING_ARGUMENTS = {
     "group_by_length": "write train_sampling_strategy='group_by_length'",
@@ -81,6 +84,24 @@ MISSING_ARGUMENTS = {
     "eval_packing": "use PipelineSFTConfig with PipelineSFTTrainer",
     "shuffle_dataset": "train_sampling_strategy='random' draws the rows in another order in each epoch",
     "activation_offloading": "recompute='host' does it; leave it out",
+    "steps_per_generation": "each step trains on completions of its own; use num_iterations for more updates from them",
+    "generation_batch_size": "the completions of a step are made together; leave it out",
+    "use_vllm": _NO_VLLM,
+    "vllm_mode": _NO_VLLM,
+    "vllm_server_base_url": _NO_VLLM,
+    "vllm_server_host": _NO_VLLM,
+    "vllm_server_port": _NO_VLLM,
+    "vllm_server_timeout": "write rollout_timeout",
+    "vllm_importance_sampling_correction": "the loss reads the pipeline's own log-probabilities; leave it out",
+    "use_transformers_continuous_batching": _NO_VLLM,
+    "cache_implementation": "each stage keeps the keys and values of its own layers; leave it out",
+    "top_entropy_quantile": _ENTROPIES,
+    "use_adaptive_entropy": "a checkpoint would not have the weight that changes; set entropy_coef, which stays",
+    "cast_lm_head_to_fp32": "losses are computed in float32; bf16=False computes the head in float32 too",
+    "max_tool_calling_iterations": "completions have one turn; rollout_func may make others",
+    "log_unique_prompts": "completions are written to files alone; leave it out",
+    "log_multimodal": "prompts are texts; leave it out",
+    "log_completions_hub_repo": "completions are written to output_dir/completions; upload that folder",
 }
 
 #: Values of these arguments that ask for what a pipeline does anyway; of a dict, a part of its entries may be given.

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaFor
 from examples.grpo import main, share_of_letter, tokenizer
 from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.settings.losses import CLIPPED
 from hf_gpipe.tasks.grpo.answers import checked_by
 from hf_gpipe.tasks.grpo.loss import GRPOLoss, advantages_of, deviations
 from hf_gpipe.tasks.grpo.prompts import PromptExamples, prompted_of
@@ -45,15 +46,20 @@ def rollouts(count: int = 7) -> dict[str, torch.Tensor]:
     }
 
 
-def token_log_probs(model: Any, batch: dict[str, torch.Tensor], temperature: float = 1.0) -> torch.Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits / temperature
+def logits_of(model: Any, batch: dict[str, torch.Tensor], temperature: float = 1.0) -> torch.Tensor:
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits / temperature
+
+
+def token_log_probs(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     return -F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
 
 def plain_loss(model: Any, batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
     """TRL's formulas."""
-    log_probs = token_log_probs(model, batch, loss.temperature)
+    options = loss.options
+    logits = logits_of(model, batch, loss.temperature)  # once, because norms round its gradient to float32
+    log_probs = token_log_probs(logits, batch)
     mask = F.pad((batch["labels"][:, 1:] != -100).double(), (0, 1))
     advantages = batch["advantages"].double()[:, None]
     log_ratio = log_probs - batch.get("old_logps", log_probs.detach())
@@ -64,10 +70,33 @@ def plain_loss(model: Any, batch: dict[str, torch.Tensor], loss: GRPOLoss) -> to
     clipped = torch.clamp(ratio, 1 - loss.epsilon, 1 + high)
     ratio = ratio if loss.delta is None else torch.clamp(ratio, max=loss.delta)
     losses = -torch.min(ratio * advantages, clipped * advantages)
+    positive = advantages > 0
+    if loss.loss_type == "cispo":
+        losses = -torch.clamp(ratio, max=high).detach() * advantages * log_probs
+    elif loss.loss_type == "sapo":
+        speed = torch.where(positive, options.sapo_temperature_pos, options.sapo_temperature_neg).double()
+        losses = -4 * torch.sigmoid(speed * (ratio - 1)) / speed * advantages
+    elif loss.loss_type == "vespo":
+        of_row = torch.exp((log_ratio * mask).sum(-1, keepdim=True)).detach()
+        power = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg).double()
+        decay = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).double()
+        losses = -(of_row**power) * torch.exp(decay * (1 - of_row)) * advantages * log_probs
+    if options.off_policy_mask_threshold is not None:
+        drift = -(log_ratio.detach() * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+        losses = losses * ((advantages >= 0) | (drift <= options.off_policy_mask_threshold))
     if loss.beta:
         difference = batch["ref_token_logps"] - log_probs
-        losses = losses + loss.beta * (torch.exp(difference) - difference - 1)
-    if loss.loss_type == "grpo":
+        divergence = torch.exp(difference) - difference - 1
+        corrected = divergence * torch.exp(log_ratio) if options.use_bias_correction_kl else divergence
+        losses = losses + loss.beta * corrected
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    return averaged(losses, mask, loss) - options.entropy_coef * (entropies * mask).sum() / mask.sum()
+
+
+def averaged(losses: torch.Tensor, mask: torch.Tensor, loss: GRPOLoss) -> torch.Tensor:
+    if loss.loss_type == "luspo":
+        return (losses * mask).sum(-1).mean()
+    if loss.loss_type in ("grpo", "sapo"):
         return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     if loss.loss_type == "dr_grpo":
         return (losses * mask).sum() / (len(mask) * loss.max_completion_length)
@@ -78,7 +107,11 @@ CASES = (
     (GRPOLoss(0.04, "grpo", epsilon_high=0.28), True),
     (GRPOLoss(0.0, "dapo", temperature=0.7), False),
     (GRPOLoss(0.1, "dr_grpo", 9, delta=1.5), True),
-    (GRPOLoss(0.1, "bnpo", importance_sampling_level="sequence", temperature=1.3), True),
+    (GRPOLoss(0.1, "bnpo", importance_sampling_level="sequence", temperature=1.3, use_bias_correction_kl=False), True),
+    (GRPOLoss(0.0, "luspo", importance_sampling_level="sequence", entropy_coef=0.3), True),
+    (GRPOLoss(0.1, "cispo", epsilon_high=0.9, temperature=1.2, entropy_coef=-0.2), True),
+    (GRPOLoss(0.0, "sapo", sapo_temperature_pos=0.8, off_policy_mask_threshold=0.2), True),
+    (GRPOLoss(0.1, "vespo", vespo_k_pos=1.5, vespo_lambda_neg=1.0), True),
 )
 
 
@@ -100,11 +133,21 @@ def test_loss_and_every_gradient(loss: GRPOLoss, has_old: bool) -> None:
         pipe.zero_grad()
         assert_same(run_pipeline(pipe, batch), expected)
         assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-9)
-        counts, num_tokens = loss.take(is_training=False)[1].tolist(), int((batch["labels"] != -100).sum())
+        counts = dict(zip(loss.metrics, loss.take(is_training=False)[1].tolist(), strict=True))
+        num_tokens = int((batch["labels"] != -100).sum())
         num_ratios = 7 if loss.importance_sampling_level == "sequence" else num_tokens
-        assert counts == [num_tokens, *[num_ratios] * 3]
+        has_clips, coefficient = loss.loss_type in CLIPPED, loss.options.entropy_coef
+        assert counts == {
+            "kl": num_tokens * bool(loss.beta),
+            **{f"clip_ratio/{name}_mean": num_ratios * has_clips for name in ("low", "high", "region")},
+            "cispo_clip_ratio": num_ratios * (loss.loss_type == "cispo"),
+            "vespo/phi_seq_mean": 7 * (loss.loss_type == "vespo"),
+            "policy_loss": 7 * bool(coefficient),
+            "entropy": num_tokens * bool(coefficient),
+        }
         found = pipe.token_log_probs(batch)
-        torch.testing.assert_close(found, token_log_probs(model, batch, loss.temperature).detach(), rtol=0, atol=1e-10)
+        expected_log_probs = token_log_probs(logits_of(model, batch, loss.temperature), batch).detach()
+        torch.testing.assert_close(found, expected_log_probs, rtol=0, atol=1e-10)
 
 
 def test_advantages() -> None:
@@ -270,11 +313,18 @@ def test_the_reward_rises() -> None:
         {"loss_type": "dapo", "reward_weights": [1.0, 3.0], "multi_objective_aggregation": "normalize_then_sum"},
         {"loss_type": "dapo", "temperature": 0.8, "mask_truncated_completions": True},
         {"loss_type": "dr_grpo", "scale_rewards": "batch", "num_iterations": 2, "epsilon": 0.01, "delta": 1.05},
-        {"loss_type": "bnpo", "scale_rewards": "none", "num_iterations": 2, "epsilon": 1e-3}
-        | {"importance_sampling_level": "sequence", "beta": 0.1},
+        {"loss_type": "bnpo", "scale_rewards": False, "num_iterations": 2, "epsilon": 1e-3}
+        | {"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": False},
+        {"loss_type": "bnpo", "gradient_accumulation_steps": 2},
+        {"loss_type": "cispo", "num_iterations": 2, "epsilon_high": 1.0, "beta": 0.2, "peft": False},
+        {"loss_type": "sapo", "num_iterations": 2, "off_policy_mask_threshold": 1e-3, "peft": False},
+        {"loss_type": "vespo", "num_iterations": 2, "vespo_k_pos": 1.5, "entropy_coef": 0.05},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 1e-3}
+        | {"beta": 0.1},
+        {"loss_type": "grpo", "beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 3, "peft": False},
     ],
 )
-def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
+def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With our completions as TRL's rollouts, because each samples by random numbers of its own.
 
     TRL counts each update of the same completions as a step, where the last one's loss is logged here. It logs 0 as
@@ -284,6 +334,7 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    has_adapters = values.pop("peft", True)
     common: dict[str, Any] = values | {
         "learning_rate": 2e-3,
         "lr_scheduler_type": "constant",
@@ -293,6 +344,8 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
         "save_strategy": "no",
         "bf16": False,
     }
+    # TRL deals the rows of several mini-batches out at random.
+    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda rows: rows)
     rollouts: list[list[list[int]]] = []
 
     def noted(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -308,12 +361,16 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
     others = [second] if "reward_weights" in values else []
 
     def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        return {"prompt_ids": tokenizer()(prompts)["input_ids"], "completion_ids": rollouts.pop(0), "logprobs": None}
+        made = [ids for _ in range(len(prompts) // 6) for ids in rollouts.pop(0)]
+        return {"prompt_ids": tokenizer()(prompts)["input_ids"], "completion_ids": made, "logprobs": None}
 
-    updates = values.get("num_iterations", 1)
+    updates, loss_type = values.get("num_iterations", 1), values["loss_type"]
     model, recorder = small().float(), ByStep(updates)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    shared: dict[str, Any] = {"peft_config": lora, "processing_class": tokenizer()}
+    if not has_adapters:  # TRL reads its reference from where the model was read
+        model.save_pretrained(tmp_path / "model")
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    shared: dict[str, Any] = {"peft_config": lora if has_adapters else None, "processing_class": tokenizer()}
     made, ours = made_trainer(
         *(tmp_path, copy.deepcopy(model), [noted, *others]),
         **common | shared | {"num_micro_batches": 2, "train_sampling_strategy": "sequential", "max_steps": 30},
@@ -335,19 +392,38 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
         callbacks=[recorder],
         **shared,
     )
-    names = ["reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"]
+    names = [
+        "reward",
+        *(() if "gradient_accumulation_steps" in values else ("reward_std",)),
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+    ]
     names += [f"rewards/second/{of}" for of in ("mean", "std") if others]
-    names += (
-        [] if "mask_truncated_completions" in values else [f"clip_ratio/{n}_mean" for n in ("low", "high", "region")]
-    )
+    clips = loss_type in CLIPPED and "mask_truncated_completions" not in values
+    names += [f"clip_ratio/{n}_mean" for n in ("low", "high", "region")] if clips else []
+    names += [
+        name for name, own in (("cispo_clip_ratio", "cispo"), ("vespo/phi_seq_mean", "vespo")) if loss_type == own
+    ]
+    names += ["policy_loss", "entropy", "entropy_coef"] if "entropy_coef" in values else []
     trained_alike(made, theirs, (ours, recorder), [*names, "kl"] if "beta" in values else names)
     has_clipped = sum(log.get("clip_ratio/region_mean", 0.0) for log in ours.logs) > 0
-    assert has_clipped == ("num_iterations" in values)
+    assert has_clipped == ("num_iterations" in values and clips)
 
 
 def test_what_is_not_supported(tmp_path: Path) -> None:
     for options, message in (
-        ({"loss_type": "cispo"}, "loss_type: found 'cispo' .*expected 'grpo', 'bnpo', 'dr_grpo' or 'dapo'"),
+        ({"loss_type": "gspo"}, "loss_type: found 'gspo' .*expected 'grpo', 'bnpo', 'dr_grpo', 'dapo'"),
+        ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon is 0.1 .* and loss_type is sapo, which does not use it"),
+        ({"loss_type": "cispo", "delta": 2.0}, "delta is 2.0 .* and loss_type is cispo, which does not use it"),
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos is 2.0 .* and loss_type is dapo, which does not use"),
+        ({"min_p": 1.5}, "min_p=1.5: expected a finite number of at least 0 and at most 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: expected a finite number above 0"),
+        ({"generation_kwargs": {"eos_token_id": 1}}, "generation_kwargs has 'eos_token_id', which the trainer decides"),
+        ({"num_completions_to_print": 0}, "num_completions_to_print=0: expected a whole number of at least 1"),
+        ({"ref_model_sync_steps": 2}, "ref_model_sync_steps is 2 .* and sync_ref_model is false"),
+        ({"steps_per_generation": 2}, "no argument 'steps_per_generation': each step trains on completions of its own"),
+        ({"top_entropy_quantile": 0.2}, "no argument 'top_entropy_quantile': it needs the entropies of all tokens"),
         ({"num_generations": 1}, "num_generations: found 1 .*expected a whole number of at least 2"),
         ({"max_completion_length": 0}, "max_completion_length: found 0 .*expected a whole number of at least 1"),
         ({"top_k": -1}, "top_k=-1: expected a whole number of at least 0"),
@@ -361,7 +437,6 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
         ({"predict_with_generate": True}, "predict_with_generate: completions are sampled from the distribution"),
         ({"generation_num_beams": 2}, "generation_num_beams: completions are sampled from the distribution"),
         ({"scale_rewards": "all"}, "scale_rewards: found 'all'"),
-        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo': it is a mean over the tokens"),
         ({"temperature": 0.0}, "temperature: found 0.0 .*expected a number above 0"),
         ({"multi_objective_aggregation": "mean"}, "multi_objective_aggregation='mean' is not supported; choose one of"),
         ({"num_generations_eval": 0}, "num_generations_eval=0: expected a whole number of at least 1"),
@@ -388,8 +463,9 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             PipelineGRPOConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="the reference is the model without its new PEFT adapters, and there are none"):
-        trained(tmp_path, small(), beta=0.1)
+    for options in ({"beta": 0.0}, {"beta": 0.1, "peft_config": LoraConfig(target_modules=["q_proj"])}):
+        with pytest.raises(UserError, match=r"sync_ref_model=True: beta is .*, so no copy could follow the model"):
+            trained(tmp_path, small(), sync_ref_model=True, **options)
     with pytest.raises(DataError, match="row 0: 'prompt' is None; it must be text, or a list of messages"):
         PromptExamples([{"text": "a"}], tokenizer())
     with pytest.raises(DataError, match="row 1: the prompt has 3 tokens, and max_length is 2"):
@@ -535,3 +611,93 @@ def test_checkable_rewards() -> None:
     assert prompted_of("row 1", {"prompt": "a", "answer": "b", "other": 1}) == {"prompt": "a", "answer": "b"}
     with pytest.raises(DataError, match="row 1: 'answer' is None"):
         prompted_of("row 1", {"prompt": "a"})
+
+
+def test_reward_functions_that_await_and_log(tmp_path: Path) -> None:
+    """Async functions run beside each other, and what functions log is in the logs and in a file of each log."""
+    import asyncio
+
+    import pyarrow.parquet
+
+    turns: list[str] = []
+
+    async def first(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        turns.append("first")
+        await asyncio.sleep(0.01)
+        turns.append("first is done")
+        return [float(ids[0]) for ids in completion_ids]
+
+    class Second:
+        __name__ = "second"
+
+        async def __call__(self, completions: list[str], log_extra: Any, log_metric: Any, **columns: Any) -> Any:
+            turns.append("second")
+            log_extra("lengths", [len(text) for text in completions])
+            log_metric("seconds", 2.0)
+            return [None for _ in completions]
+
+    values: dict[str, Any] = {"log_completions": True, "num_completions_to_print": 2, "logging_steps": 2}
+    _, (log,) = trained(tmp_path, small(), [first, Second()], **values)
+    assert turns == ["first", "second", "first is done"] * 2
+    assert log["seconds"] == 2
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00002.parquet").to_pydict()
+    assert [*table] == ["step", "prompt", "completion", "first", "second", "lengths", "advantage"]
+    assert len(table["step"]) == 12
+    assert table["lengths"] == [*map(len, table["completion"])]
+    assert sum(table["first"][:6]) / 6 + sum(table["first"][6:]) / 6 == pytest.approx(2 * log["reward"])
+    assert all(math.isnan(value) for value in table["second"])
+
+    def wrong(completions: list[str], log_extra: Any, **columns: Any) -> list[float]:
+        log_extra("lengths", [1])
+        return [1.0] * len(completions)
+
+    with pytest.raises(UserError, match=r"log_extra\('lengths', ...\) got 1 values for 6 completions"):
+        trained(tmp_path, small(), wrong, **values)
+
+
+def test_a_completion_without_rewards_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def none(completions: list[str], **columns: Any) -> list[None]:
+        return [None] * len(completions)
+
+    trained(tmp_path, small(), none)
+    assert caplog.text.count("All reward functions returned None for the following kwargs:\n{'") == 1
+    with pytest.raises(UserError, match="No reward source provided: reward_funcs is None"):
+        PipelineGRPOTrainer(small())
+
+
+def test_more_options_of_generation(tmp_path: Path) -> None:
+    """They are those of `generate`: with its one largest token the completions are the most likely ones."""
+    seen: list[Any] = []
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[None]:
+        seen.append(completion_ids)
+        return [None] * len(completion_ids)
+
+    likely: dict[str, Any] = {"generation_kwargs": {"do_sample": False}}
+    for values in ({"min_p": 1.0}, likely, likely | {"repetition_penalty": 1e6}):
+        trained(tmp_path, small(), reward, max_steps=1, **values)
+    assert seen[0] == seen[1]
+    assert seen[0][0] == seen[0][1] == seen[0][2]
+    assert all(len({*ids}) == len(ids) for ids in seen[2])
+
+
+def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"
+    rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": letter}]} for letter in "ab"]
+    rows[1]["chat_template_kwargs"] = {"mark": "c"}
+    given = {"train_dataset": rows, "processing_class": words, "chat_template_kwargs": {"mark": ":"}}
+    made, _ = made_trainer(tmp_path, small(), **given)
+    assert [row["prompt_ids"] for row in made.train_dataset] == [words(text)["input_ids"] for text in ("a:", "bc")]
+
+
+def test_a_mean_over_each_mini_batch(tmp_path: Path) -> None:
+    """bnpo of several mini-batches is the mean of their losses, whatever their numbers of tokens are."""
+    loss, model = GRPOLoss(0.0, "bnpo"), small()
+    parts = [{name: tensor[rows] for name, tensor in rollouts().items()} for rows in (slice(0, 4), slice(4, 7))]
+    made, _ = made_trainer(tmp_path, model, loss_type="bnpo")
+    made._rolled_out = lambda batch, *given, **named: dict(batch)
+    group = made.prepared(parts)
+    pipe = Pipeline(copy.deepcopy(model), 2, 2, loss=loss)
+    means = [float(plain_loss(model, part, loss).detach()) for part in parts]
+    assert sum(pipe.eval_step(part).loss for part in group) == pytest.approx(sum(means) / 2)

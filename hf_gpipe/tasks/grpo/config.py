@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_gpipe.errors import UserError, check_choice, check_count, check_number
 from hf_gpipe.planner.workload import PlanInputs
@@ -13,6 +13,9 @@ from hf_gpipe.tasks.grpo.loss import AGGREGATIONS, GRPOLoss
 from hf_gpipe.tasks.grpo.server import RolloutServer
 from hf_gpipe.trainers.arguments import LanguageModelArguments, TaskArguments
 from hf_gpipe.training.arguments import argument
+
+#: Options of generation that other arguments decide.
+_DECIDED = ("max_new_tokens", "max_length", "max_tokens", "num_return_sequences", "n", "eos_token_id", "pad_token_id")
 
 
 @dataclass
@@ -29,7 +32,32 @@ class PipelineGRPOConfig(LanguageModelArguments, TaskArguments):
     max_length: int | None = argument(None, "Tokens of a prompt at most; None: any number.")
     top_p: float = argument(1.0, "Share of the probability that is sampled from.")
     top_k: int = argument(0, "Number of tokens that are sampled from; 0: all.")
-    beta: float = argument(GRPOSection().beta, "Weight of the divergence from the model without its new PEFT adapters.")
+    min_p: float | None = argument(
+        None, "Least probability that is sampled from, as a share of the largest; None: there is none."
+    )
+    repetition_penalty: float = argument(1.0, "By which logits of tokens are divided that are in the text already.")
+    generation_kwargs: dict[str, Any] | str | None = argument(
+        None, "More options of `generate`, or entries of the requests to rollout_server; None: no more."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = argument(
+        None, "Variables for the chat templates of the model and of reward models; None: no variables."
+    )
+    beta: float = argument(
+        GRPOSection().beta,
+        "Weight of the divergence from the reference: the model without its new PEFT adapters, or without such "
+        "adapters a copy of the weights before the training, which the planner does not count.",
+    )
+    scale_rewards: str = argument(
+        GRPOSection().scale_rewards,
+        "The rewards by whose standard deviation advantages are divided: group (True): of a prompt's completions; "
+        "batch: of the whole mini-batch; none (False): advantages are not divided.",
+    )
+    log_completions: bool = argument(
+        False,
+        "Whether each log of the training writes the completions since the last one to output_dir/completions, and "
+        "prints them.",
+    )
+    num_completions_to_print: int | None = argument(None, "How many of them are printed; None: all.")
     num_generations_eval: int | None = argument(None, "Completions of each prompt in evaluation; None: as in training.")
     reward_weights: list[float] | None = argument(None, "Factors of the reward functions; None: 1 each.")
     multi_objective_aggregation: str = argument(
@@ -47,10 +75,27 @@ class PipelineGRPOConfig(LanguageModelArguments, TaskArguments):
         "vllm", "How the server is told of new weights: vllm, sglang, or the bodies of requests by their paths."
     )
     _loss, section = GRPOLoss, GRPOSection
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *LanguageModelArguments._VALID_DICT_FIELDS,
+        *("generation_kwargs", "chat_template_kwargs"),
+    ]
 
     def check(self) -> None:
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         super().check()
         check_count("top_k", self.top_k, 0)
+        if self.min_p is not None:
+            check_number("min_p", self.min_p, most=1)
+        check_number("repetition_penalty", self.repetition_penalty, is_above=True)
+        if self.num_completions_to_print is not None:
+            check_count("num_completions_to_print", self.num_completions_to_print, 1)
+        options = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        if decided := [name for name in _DECIDED if name in options]:
+            raise UserError(
+                f"generation_kwargs has {decided[0]!r}, which the trainer decides; leave it out, and set "
+                "num_generations, max_completion_length or the tokenizer's eos_token"
+            )
         check_count("rollout_sync_steps", self.rollout_sync_steps, 1)
         if self.num_generations_eval is not None:
             check_count("num_generations_eval", self.num_generations_eval, 1)
@@ -61,15 +106,19 @@ class PipelineGRPOConfig(LanguageModelArguments, TaskArguments):
             if getattr(self, name):
                 raise UserError(
                     f"{name}: completions are sampled from the distribution that the loss reads; leave it out, and set "
-                    "max_completion_length, temperature, top_p or top_k"
+                    "max_completion_length, temperature, top_p, top_k or generation_kwargs"
                 )
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
-        if self.loss_type == "bnpo" and self.size.accumulation > 1:
-            raise UserError(
-                "loss_type='bnpo': it is a mean over the tokens of each mini-batch, and several are accumulated; use "
-                "dapo, the mean over all of them"
-            )
         self._check_server()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How completions are sampled, as options of `generate` by name."""
+        return {
+            **{name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+            **({} if self.min_p is None else {"min_p": self.min_p}),
+            **(self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}),
+        }
 
     def _check_server(self) -> None:
         if self.rollout_server is None:

@@ -42,6 +42,7 @@ class PromptExamples:
         rows: a list, or a `datasets.Dataset`.
         tokenizer: its chat template is applied to messages.
         max_length: the most tokens of a prompt; None: any number.
+        chat_template_kwargs: variables for the template, where a row's column of this name has no others.
 
     Raises:
         DataError: no row, a row without a prompt, or with a prompt that is too long.
@@ -51,9 +52,15 @@ class PromptExamples:
     collator = PromptCollator
 
     def __init__(
-        self, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.rows = list(rows)
+        self._variables = dict(chat_template_kwargs or {})
         if not self.rows:
             raise DataError("the dataset has no rows; give it at least one row with a 'prompt'")
         self._ids = [self._ids_of(f"row {number}", row, tokenizer) for number, row in enumerate(self.rows)]
@@ -64,12 +71,12 @@ class PromptExamples:
                     "leave the row out"
                 )
 
-    @staticmethod
-    def _ids_of(where: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def _ids_of(self, where: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
         prompt = row.get("prompt")
         if not isinstance(prompt, str | list):
             raise DataError(f"{where}: 'prompt' is {prompt!r}; it must be text, or a list of messages")
         given = given_in(where, row)
+        given["chat_template_kwargs"] = {**self._variables, **given.get("chat_template_kwargs", {})}
         ids = ids_of(tokenizer, where, given, given["prompt"], add_generation_prompt=True)
         if not ids:
             raise DataError(f"{where}: the tokenizer leaves no tokens of the prompt; leave the row out")

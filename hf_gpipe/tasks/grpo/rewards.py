@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
@@ -15,12 +20,15 @@ from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import UserError
 from hf_gpipe.sources import is_here
 
-RewardFunction = Callable[..., Sequence[float | None]]
-"""(prompts=, completions=, completion_ids=, trainer_state=, and each other column of the rows) -> the reward of each
-completion; None: it has none, and NaN is an error."""
+logger = transformers.logging.get_logger(__name__)
+
+Values = Sequence[float | None]
+RewardFunction = Callable[..., Values | Awaitable[Values]]
+"""(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, and each other column of the rows)
+-> the reward of each completion; None: it has none, and NaN is an error. An async function awaits it beside others."""
 
 #: What reward functions get beside the columns.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class Rewards:
@@ -32,13 +40,23 @@ class Rewards:
     Args:
         given: one source or several.
         tokenizers: of each source that is a model, one for all or a list; None: the model's own.
+        chat_template_kwargs: variables for the templates of these tokenizers.
 
     Raises:
         UserError: there is no source, or something else.
     """
 
-    def __init__(self, given: Any, tokenizers: Any = None) -> None:
+    def __init__(
+        self, given: Any, tokenizers: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        if given is None:
+            raise UserError("No reward source provided: reward_funcs is None; give at least one function")
         self._sources: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        self._variables = dict(chat_template_kwargs or {})
+        #: Where async functions run: a loop of their own, which a notebook's does not disturb.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._has_warned = False
         for source in self._sources:
             if not (isinstance(source, str | nn.Module) or callable(source)):
                 raise UserError(
@@ -52,8 +70,8 @@ class Rewards:
             self._tokenizers *= len(self._sources)
         if len(self._tokenizers) != len(self._sources):
             raise UserError(
-                f"reward_processing_classes has {len(self._tokenizers)} entries for {len(self._sources)} reward_funcs; "
-                "give one for each, None for functions"
+                f"reward_processing_classes has {len(self._tokenizers)} entries for {len(self._sources)} reward_funcs, "
+                "and the numbers must match; give one for each, None for functions"
             )
 
     def __len__(self) -> int:
@@ -64,24 +82,71 @@ class Rewards:
         """The name of each source, in metrics."""
         return [_name_of(source) for source in self._sources]
 
+    @property
+    def tokenizers(self) -> list[Any]:
+        """The tokenizer of each source, None of functions."""
+        own = [source.tokenizer if isinstance(source, _RewardModel) else None for source in self._sources]
+        return [given or found for given, found in zip(self._tokenizers, own, strict=True)]
+
     def load(self, device: torch.device) -> None:
         """Read the models and put them on a device. Raises UserError where one cannot be a reward."""
         for number, (source, tokenizer) in enumerate(zip(self._sources, self._tokenizers, strict=True)):
             if isinstance(source, str | nn.Module):
-                self._sources[number] = _RewardModel(source, tokenizer, device)
+                self._sources[number] = _RewardModel(source, tokenizer, device, self._variables)
 
     def __call__(self, columns: Mapping[str, Any]) -> torch.Tensor:
-        """The rewards of N completions by F sources, (N, F), NaN for None.
+        """The rewards of N completions by F sources, (N, F), NaN for None. Async functions run beside each other.
 
         Raises UserError where a source fails, or gives others.
         """
-        return torch.stack([_values_of(source, columns) for source in self._sources], dim=1)
+        returned: list[Any] = []
+        for source in self._sources:
+            with _naming(source):
+                returned.append(source(**columns))
+        if waiting := {number: value for number, value in enumerate(returned) if inspect.isawaitable(value)}:
+            for number, value in zip(waiting, self._awaited(waiting), strict=True):
+                returned[number] = value
+        values = torch.stack([_values_of(*own, columns) for own in zip(self._sources, returned, strict=True)], dim=1)
+        if not self._has_warned and bool((lacks := values.isnan().all(dim=1)).any()):
+            self._has_warned = True
+            row = int(lacks.nonzero()[0])
+            given = {name: value[row] for name, value in columns.items() if name not in GIVEN[2:]}
+            logger.warning(
+                f"All reward functions returned None for the following kwargs:\n{given}\nThe completion has no "
+                "influence on the training; later ones are not named"
+            )
+        return values
+
+    def _awaited(self, waiting: Mapping[int, Awaitable[Any]]) -> list[Any]:
+        """What async functions return, in a thread that keeps its loop, because their clients may belong to it."""
+
+        async def one(number: int) -> Any:
+            with _naming(self._sources[number]):
+                return await waiting[number]
+
+        async def every() -> list[Any]:
+            return await asyncio.gather(*map(one, waiting))
+
+        def run() -> list[Any]:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+            return self._loop.run_until_complete(every())
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "rewards")
+        return self._thread.submit(run).result()
 
 
 class _RewardModel:
     """A model that classifies rows as a reward function."""
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+        variables: Mapping[str, Any],
+    ) -> None:
         self.__name__ = _name_of(model)
         if isinstance(model, str):
             try:
@@ -109,16 +174,18 @@ class _RewardModel:
             tokenizer.pad_token = tokenizer.eos_token
         # The reward stands at the last token that is not padding.
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        self._model, self._tokenizer, self._device = model.to(device).eval(), tokenizer, device
+        self._model, self.tokenizer, self._device = model.to(device).eval(), tokenizer, device
+        self._variables = dict(variables)
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         texts = [
-            row if isinstance(row, str) else self._tokenizer.apply_chat_template(row, tokenize=False) for row in rows
+            row if isinstance(row, str) else self.tokenizer.apply_chat_template(row, tokenize=False, **self._variables)
+            for row in rows
         ]
         options = {"padding": True, "padding_side": "right", "add_special_tokens": False}
-        inputs = self._tokenizer(text=texts, return_tensors="pt", **options).to(self._device)
+        inputs = self.tokenizer(text=texts, return_tensors="pt", **options).to(self._device)
         rewards: list[float] = self._model(**inputs).logits[:, 0].float().tolist()
         return rewards
 
@@ -132,13 +199,18 @@ def _name_of(source: Any) -> str:
     return getattr(source, "__name__", None) or type(source).__name__
 
 
-def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """The rewards that a function gives (N,), NaN for None. Raises UserError where it gives others, or fails."""
-    name, count = _name_of(function), len(arguments["completions"])
+@contextmanager
+def _naming(function: Any) -> Iterator[None]:
+    """Context manager that raises UserError, which names the function, for an error in it."""
     try:
-        returned = function(**arguments)
+        yield
     except Exception as error:
-        raise UserError(f"the reward function {name} failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"the reward function {_name_of(function)} failed: {type(error).__name__}: {error}") from error
+
+
+def _values_of(function: Any, returned: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """The rewards that a function has returned, (N,), NaN for None. Raises UserError where it gives others."""
+    name, count = _name_of(function), len(arguments["completions"])
     expected = f"expected {count} finite numbers or None, one for each completion"
     try:
         given = [*returned]

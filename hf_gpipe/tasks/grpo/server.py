@@ -123,7 +123,7 @@ class RolloutServer:
         end: int | None,
         vocabulary: int,
         has_log_probs: bool = False,
-        **sampling: float,
+        **sampling: Any,
     ) -> Rollouts:
         """Completions of each prompt by the server's weights, from the model's distribution as the arguments say.
 
@@ -135,7 +135,7 @@ class RolloutServer:
             end: the token that ends a completion, with which it is given.
             vocabulary: the number of tokens that the model knows.
             has_log_probs: whether log-probabilities of the tokens are asked for.
-            sampling: temperature, top_p, top_k.
+            sampling: temperature, top_p, top_k, repetition_penalty, and other entries of the request.
 
         Raises:
             UserError: the server cannot be reached, takes too long, or gives something else.

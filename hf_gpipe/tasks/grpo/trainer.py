@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
@@ -19,17 +21,24 @@ from hf_gpipe.data.collate import PairCollator, tokens_of
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.libraries.transformers import CONFIG_NAME
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.tasks.grpo.completion_log import CompletionLog
 from hf_gpipe.tasks.grpo.config import PipelineGRPOConfig
 from hf_gpipe.tasks.grpo.loss import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
 from hf_gpipe.tasks.grpo.prompts import PromptExamples
 from hf_gpipe.tasks.grpo.rewards import GIVEN, RewardFunction, Rewards
 from hf_gpipe.tasks.grpo.rollouts import RolloutFunction, Rollouts, rollouts_of
+from hf_gpipe.trainers.reference import kept_reference
 from hf_gpipe.trainers.trainer import TaskTrainer
 from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.loop import TrainingLoop
 
+logger = transformers.logging.get_logger(__name__)
+
 RewardSource = RewardFunction | nn.Module | str
+
+#: The losses that are sums over tokens, of which those of long rows are larger.
+_SUMS_OF_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 
 
 class PipelineGRPOTrainer(TaskTrainer):
@@ -64,7 +73,7 @@ class PipelineGRPOTrainer(TaskTrainer):
     def __init__(
         self,
         model: Pipeline | ModelSource,
-        reward_funcs: RewardSource | Sequence[RewardSource],
+        reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
         args: PipelineGRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -76,7 +85,8 @@ class PipelineGRPOTrainer(TaskTrainer):
         peft_config: Any = None,
         rollout_func: RolloutFunction | None = None,
     ) -> None:
-        self._rewards = Rewards(reward_funcs, reward_processing_classes)
+        variables: Any = args.chat_template_kwargs if isinstance(args, PipelineGRPOConfig) else None
+        self._rewards = Rewards(reward_funcs, reward_processing_classes, variables)
         self._rollout_func = rollout_func
         #: The metrics of each mini-batch's completions since the last log, in training (True) and evaluation (False).
         self._noted: dict[bool, list[dict[str, float]]] = {True: [], False: []}
@@ -98,8 +108,33 @@ class PipelineGRPOTrainer(TaskTrainer):
         if len(weights) != len(self._rewards):
             raise UserError(f"reward_weights={weights!r}: expected one for each of {len(self._rewards)} functions")
         self._reward_weights = torch.tensor(weights)
+        self._completion_log = CompletionLog(
+            self._output_dir / "completions" if args.log_completions else None, args.num_completions_to_print
+        )
+        has_copy = bool(args.beta) and not self.pipe.has_new_adapters
+        if args.sync_ref_model and not has_copy:
+            raise UserError(
+                f"sync_ref_model=True: beta is {args.beta!r}, or the reference is the model without its new adapters, "
+                "so no copy could follow the model; leave it out, or train all weights with beta above 0"
+            )
+        why = "beta above 0 without new adapters needs it"
+        self._kept = kept_reference(self, why) if has_copy else None
+        if args.importance_sampling_level == "sequence" and args.loss_type in _SUMS_OF_TOKENS and self.world.is_main:
+            logger.warning(
+                f"loss_type={args.loss_type!r} with importance_sampling_level='sequence' weights each sequence by its "
+                "completion length, for it is a sum over tokens that all have the ratio of their row; GSPO has "
+                "loss_type='grpo'"
+            )
         self.world.from_main(lambda: self._rewards.load(self.world.device), takes_long=True)
         self.world.from_main(self._check_data)
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizer of each reward model, and None of each function."""
+        return self._rewards.tokenizers
+
+    def _options_of_examples(self) -> dict[str, Any]:
+        return {"chat_template_kwargs": self.args.chat_template_kwargs}
 
     def _check_data(self) -> None:
         """Raise UserError for prompts that are too long, or whose columns have names of other arguments."""
@@ -171,11 +206,6 @@ class PipelineGRPOTrainer(TaskTrainer):
                 f"schedule {pipe.config.schedule!r}: completions are those of the newest weights, and a window has "
                 "several steps; use a synchronous schedule, such as 1f1b"
             )
-        if self.args.beta and not pipe.has_new_adapters:
-            raise UserError(
-                f"beta={self.args.beta!r}: the reference is the model without its new PEFT adapters, and there are "
-                "none; give peft_config, or beta=0"
-            )
 
     # ------------------------------------------------------------------ rollouts
 
@@ -189,14 +219,19 @@ class PipelineGRPOTrainer(TaskTrainer):
             first, self._num_evaluated = self._num_evaluated, self._num_evaluated + len(group)
             count, purpose = self.args.num_generations_eval or count, "rollouts of an evaluation"
             examples = self._evaluated_examples
-        return [
+        made = [
             self._rolled_out(batch, examples, count, (number, key(purpose)), is_training=is_training)
             for number, batch in enumerate(group, start=first)
         ]
+        if self.args.loss_type == "bnpo" and len(made) > 1:  # a mean over the tokens of each, then over all of them
+            for batch in made:
+                num_tokens = int((batch["labels"] != IGNORED_LABEL).sum().clamp(min=1))
+                batch["num_tokens"] = torch.full((len(batch["labels"]),), float(num_tokens * len(made)))
+        return made
 
     def _rolled_out(
         self, batch: Batch, examples: Any, count: int, place: tuple[int, int], *, is_training: bool
-    ) -> Batch:
+    ) -> dict[str, torch.Tensor]:
         """A mini-batch of rows from one of prompts of some examples; every process calls it and gets the same."""
         args, loss = self.args, self.pipe.loss
         assert isinstance(loss, GRPOLoss)
@@ -206,29 +241,37 @@ class PipelineGRPOTrainer(TaskTrainer):
         with self.job.during("generating completions"):
             rollouts = self._rollouts(batch, examples, count, end, seed, is_training=is_training)
         completions = rollouts.completions
-        rewards = torch.tensor(
-            self.world.from_main(
-                lambda: self._rewards(self._columns(batch, examples, count, rollouts)).tolist(), takes_long=True
-            )
-        )
+        given: dict[str, Any] = {}
+
+        def rewarded() -> tuple[list[list[float]], dict[str, float]]:
+            given.update(self._columns(batch, examples, count, rollouts))
+            return self._rewards(given).tolist(), self._completion_log.take_metrics()
+
+        values, logged = self.world.from_main(rewarded, takes_long=True)
+        rewards = torch.tensor(values)
         prompts = [prompt for prompt in tokens_of(batch) for _ in range(count)]
         made = PairCollator(end or 0).of_answers([*zip(prompts, completions, strict=True)])
         if args.mask_truncated_completions:
             made["labels"][torch.tensor([own[-1] != end for own in completions])] = IGNORED_LABEL
         total = summed(rewards, self._reward_weights)
-        self._note_rollouts(rewards, total.view(-1, count), completions, end, is_training=is_training)
+        self._note_rollouts(rewards, total.view(-1, count), completions, end, logged, is_training=is_training)
         made["advantages"] = (
             advantages_of(total, count, args.scale_rewards)
             if args.multi_objective_aggregation == "sum_then_normalize"
             else advantages_of_each(rewards, self._reward_weights, count)
         )
+        if is_training:
+            of_each = dict(zip(self._rewards.names, rewards.t().tolist(), strict=True))
+            advantages = made["advantages"].tolist()
+            self.world.from_main(lambda: self._completion_log.add(given, of_each, advantages))
         added = {}
         if rollouts.log_probs is not None:
             added["old_logps"] = rollouts.at_positions(made["labels"].shape, [*map(len, prompts)])
         elif is_training and args.num_iterations > 1:
             added["old_logps"] = self.pipe.token_log_probs(made)
         if loss.options.beta:
-            added["ref_token_logps"] = self.pipe.token_log_probs(made, with_adapters=False)
+            with nullcontext() if self._kept is None else self._kept.in_place():
+                added["ref_token_logps"] = self.pipe.token_log_probs(made, with_adapters=not self.pipe.has_new_adapters)
         return made | added
 
     def _rollouts(
@@ -236,12 +279,13 @@ class PipelineGRPOTrainer(TaskTrainer):
     ) -> Rollouts:
         """`count` completions of each prompt of a mini-batch, the same in every process."""
         args, server, function = self.args, self._server, self._rollout_func
-        sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
         if server is None and function is None:
             prompts = {name: tensor.repeat_interleave(count, 0) for name, tensor in batch.items()}
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                tokens = completions_of(self.pipe, prompts, end, args.max_completion_length, do_sample=True, **sampling)
+                tokens = completions_of(
+                    self.pipe, prompts, end, args.max_completion_length, **{"do_sample": True} | args.sampling
+                )
             return Rollouts(tokens.tolist()).until(end)
         longest, vocabulary = args.max_completion_length, self.pipe.adapter.config.get_text_config().vocab_size
         if server is not None:
@@ -252,7 +296,7 @@ class PipelineGRPOTrainer(TaskTrainer):
                 is_stale = is_training and args.rollout_sync_steps > 1
                 # Servers take a seed of 31 bits.
                 whose = {"seed": seed % 2**31, "end": end, "vocabulary": vocabulary, "has_log_probs": is_stale}
-                return server.complete(tokens_of(batch), count, longest, **whose, **sampling)
+                return server.complete(tokens_of(batch), count, longest, **whose, **args.sampling)
             assert function is not None
             prompts = [examples.rows[row]["prompt"] for row in batch["row"].tolist() for _ in range(count)]
             asked = [prompt for prompt in tokens_of(batch) for _ in range(count)]
@@ -295,7 +339,9 @@ class PipelineGRPOTrainer(TaskTrainer):
         ]
         columns = {name: [row.get(name) for row in given] for name in examples.row_columns}
         columns |= rollouts.columns or {}
-        return columns | dict(zip(GIVEN, (prompts, texts, rollouts.completions, self.state), strict=True))
+        log = self._completion_log
+        own = (prompts, texts, rollouts.completions, self.state, log.log_extra, log.log_metric)
+        return columns | dict(zip(GIVEN, own, strict=True))
 
     # ------------------------------------------------------------------ metrics
 
@@ -305,6 +351,7 @@ class PipelineGRPOTrainer(TaskTrainer):
         groups: torch.Tensor,
         completions: list[list[int]],
         end: int | None,
+        logged: Mapping[str, float],
         *,
         is_training: bool,
     ) -> None:
@@ -323,13 +370,17 @@ class PipelineGRPOTrainer(TaskTrainer):
             has_several = int((~own.isnan()).sum()) > 1
             std = float(deviations(own[None])) if has_several else math.nan
             metrics |= {f"rewards/{name}/mean": float(own.nanmean()), f"rewards/{name}/std": std}
-        self._noted[is_training].append(metrics)
+        self._noted[is_training].append({**metrics, **logged})
 
     def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         metrics = super().metrics_of_loss(is_training=is_training)
         noted, self._noted[is_training] = self._noted[is_training], []
         for name in dict.fromkeys(name for step_metrics in noted for name in step_metrics):
-            values = [value for step_metrics in noted if not math.isnan(value := step_metrics[name])]
+            values = [value for one in noted if not math.isnan(value := one.get(name, math.nan))]
             if values:  # there is none without any reward
                 metrics[name] = sum(values) / len(values)
+        if is_training:
+            self.world.from_main(lambda: self._completion_log.write(self.state.global_step))
+            if self.args.entropy_coef:
+                metrics["entropy_coef"] = self.args.entropy_coef
         return metrics
