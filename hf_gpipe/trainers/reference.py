@@ -112,8 +112,7 @@ class ReferenceTrainer(TaskTrainer):
         tensors on other processes are on the meta device. Every process asks for it."""
         if self._kept is None:
             return self._given_reference if isinstance(self._given_reference, nn.Module) else None
-        with self._kept.in_place():
-            return copy.deepcopy(self.model)
+        return model_with(self._kept, self.model)
 
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
         """The columns of a mini-batch's examples, (examples, len(_other_columns)), by the reference."""
@@ -185,6 +184,12 @@ def kept_reference(trainer: TaskTrainer, why: str) -> KeptWeights:
     if trainer.args.sync_ref_model:
         trainer.callback_handler.add_callback(_Sync(kept))
     return kept
+
+
+def model_with(kept: KeptWeights, model: Any) -> Any:
+    """A copy of a trainer's model with kept weights; every process calls it."""
+    with kept.in_place():
+        return copy.deepcopy(model)
 
 
 class _Sync(TrainerCallback):

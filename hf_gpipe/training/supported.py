@@ -46,6 +46,7 @@ _SFT_ONLY = "only PipelineSFTConfig has it"
 _AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
 
 _NO_VLLM = "completions come from the pipeline, or from rollout_server; use that"
+_ADAPTIVE = "it is for use_adaptive_entropy, which is not supported; leave it out"
 _ENTROPIES = "it needs the entropies of all tokens of a step before its loss; entropy_coef weights their mean"
 
 #: Arguments of TRL's configurations, and of older releases, that do not exist here -> why, and what to do instead.
@@ -97,6 +98,7 @@ MISSING_ARGUMENTS = {
     "cache_implementation": "each stage keeps the keys and values of its own layers; leave it out",
     "top_entropy_quantile": _ENTROPIES,
     "use_adaptive_entropy": "a checkpoint would not have the weight that changes; set entropy_coef, which stays",
+    **dict.fromkeys(("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), _ADAPTIVE),
     "cast_lm_head_to_fp32": "losses are computed in float32; bf16=False computes the head in float32 too",
     "max_tool_calling_iterations": "completions have one turn; rollout_func may make others",
     "log_unique_prompts": "completions are written to files alone; leave it out",

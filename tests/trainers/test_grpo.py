@@ -405,6 +405,7 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path, monkeypatch
     names += [
         name for name, own in (("cispo_clip_ratio", "cispo"), ("vespo/phi_seq_mean", "vespo")) if loss_type == own
     ]
+    assert (made.ref_model is None) == (has_adapters or "beta" not in values)
     names += ["policy_loss", "entropy", "entropy_coef"] if "entropy_coef" in values else []
     trained_alike(made, theirs, (ours, recorder), [*names, "kl"] if "beta" in values else names)
     has_clipped = sum(log.get("clip_ratio/region_mean", 0.0) for log in ours.logs) > 0
@@ -423,6 +424,10 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
         ({"num_completions_to_print": 0}, "num_completions_to_print=0: expected a whole number of at least 1"),
         ({"ref_model_sync_steps": 2}, "ref_model_sync_steps is 2 .* and sync_ref_model is false"),
         ({"steps_per_generation": 2}, "no argument 'steps_per_generation': each step trains on completions of its own"),
+        (
+            {"entropy_target": 0.2},
+            "no argument 'entropy_target': it is for use_adaptive_entropy, which is not supported",
+        ),
         ({"top_entropy_quantile": 0.2}, "no argument 'top_entropy_quantile': it needs the entropies of all tokens"),
         ({"num_generations": 1}, "num_generations: found 1 .*expected a whole number of at least 2"),
         ({"max_completion_length": 0}, "max_completion_length: found 0 .*expected a whole number of at least 1"),

@@ -27,7 +27,7 @@ from hf_gpipe.tasks.grpo.loss import GRPOLoss, advantages_of, advantages_of_each
 from hf_gpipe.tasks.grpo.prompts import PromptExamples
 from hf_gpipe.tasks.grpo.rewards import GIVEN, RewardFunction, Rewards
 from hf_gpipe.tasks.grpo.rollouts import RolloutFunction, Rollouts, rollouts_of
-from hf_gpipe.trainers.reference import kept_reference
+from hf_gpipe.trainers.reference import kept_reference, model_with
 from hf_gpipe.trainers.trainer import TaskTrainer
 from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.loader import Batch
@@ -132,6 +132,14 @@ class PipelineGRPOTrainer(TaskTrainer):
     def reward_processing_classes(self) -> list[Any]:
         """The tokenizer of each reward model, and None of each function."""
         return self._rewards.tokenizers
+
+    @property
+    def ref_model(self) -> Any:
+        """A copy of the reference, where weights are kept for it, as of the other trainers with a reference; or None.
+
+        Every process asks for it.
+        """
+        return None if self._kept is None else model_with(self._kept, self.model)
 
     def _options_of_examples(self) -> dict[str, Any]:
         return {"chat_template_kwargs": self.args.chat_template_kwargs}
