@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
@@ -161,6 +162,11 @@ class PipelineRewardTrainer(TaskTrainer):
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         padding = None if self._tokenizer is None else self._padding
+        if isinstance(model, nn.Module) and padding is not None:
+            # As TRL does: the model finds the last token of a row by it, and many configurations have none.
+            config: Any = model.config
+            if config.get_text_config().pad_token_id is None:
+                config.get_text_config().pad_token_id = padding
 
         def fields_of(config: PreTrainedConfig, is_saved: bool) -> dict[str, Any]:
             is_ready = is_saved and SEQUENCE_CLASSIFICATION.named_by(config) is not None

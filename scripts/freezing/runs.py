@@ -243,7 +243,9 @@ RUNS: dict[str, Run] = {
     "loss kto": Run(options=of(2, loss=KTOLoss(0.4, "kto", 1.0, 0.7), **LORA), inputs="judged"),
     "loss kto apo": Run(options=of(2, loss=KTOLoss(0.4, "apo_zero_unpaired"), **LORA), inputs="judged"),
     **{
-        f"loss grpo {kind}": Run(options=of(2, loss=GRPOLoss(0.04, kind, 9, **more)), inputs="rollouts")
+        f"loss grpo {kind}": Run(
+            options=of(2, loss=GRPOLoss(0.04, kind, 9, use_bias_correction_kl=False, **more)), inputs="rollouts"
+        )
         for kind, more in {
             "grpo": {"epsilon_high": 0.28},
             "bnpo": {"importance_sampling_level": "sequence"},

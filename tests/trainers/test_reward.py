@@ -177,6 +177,16 @@ def test_older_names_of_columns(tmp_path: Path) -> None:
     assert [made.train_dataset[0]["chosen_ids"]] == [examples[0]["chosen_ids"]]
 
 
+def test_a_model_without_a_padding_token_gets_the_tokenizers(tmp_path: Path) -> None:
+    """Configurations of published models, such as Qwen2.5, have none, and TRL trains them."""
+    lacking = plain_model()
+    lacking.config.pad_token_id = None
+    _, logs = trained(tmp_path / "lacking", lacking)
+    assert lacking.config.pad_token_id == COLLATE.pad_token_id
+    _, expected = trained(tmp_path / "whole", plain_model())
+    assert [log["loss"] for log in logs if "loss" in log] == [log["loss"] for log in expected if "loss" in log]
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"center_rewards_coefficient: found -1 .*expected a number of at least 0"):
         PipelineRewardConfig(output_dir=str(tmp_path), center_rewards_coefficient=-1).check()
