@@ -81,8 +81,9 @@ class PipelineGRPOConfig(LanguageModelArguments, TaskArguments):
     ]
 
     def check(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        scaling: Any = self.scale_rewards
+        if isinstance(scaling, bool):
+            self.scale_rewards = "group" if scaling else "none"
         super().check()
         check_count("top_k", self.top_k, 0)
         if self.min_p is not None:
