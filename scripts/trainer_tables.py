@@ -42,6 +42,7 @@ _SCRIPTS = "Trainer does not read it either; it is for scripts"
 #: Field -> why it has no effect that could be missed.
 IRRELEVANT = {
     "average_tokens_across_devices": "the loss is always the mean over all target tokens of the step",
+    "eval_use_gather_object": "all predictions are tensors, or texts as their tokens",
     "eval_accumulation_steps": "predictions go to the CPU after every mini-batch",
     "dataloader_persistent_workers": "it saves only the time to start the loader's workers in each epoch",
     "dataloader_pin_memory": "mini-batches travel between processes and are copied to each device from there",

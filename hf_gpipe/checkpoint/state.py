@@ -89,6 +89,8 @@ class RunState(BaseModel):
     """`Pipeline.step`, which dropout depends on."""
     data: dict[str, Any]
     """The settings that decide which rows a position stands for."""
+    further_steps: int = 0
+    """How many more steps the training has than its epochs have steps of the present size."""
     evaluation_is_due: bool = False
     """Whether the training was stopped before the evaluation of its last step."""
     num_micro_batches: strict_json.Number | None = None

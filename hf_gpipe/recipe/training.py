@@ -210,7 +210,7 @@ class TrainingSection(TrainingMeaning, Settings):
 
     save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
     """Whether a checkpoint is copied to CPU memory and written while training goes on. auto: if the copies take at most
-    half of the available memory."""
+    half of the available memory, and no callback of the script has an `on_save`."""
 
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
     """Seconds that a training has after SIGTERM or SIGINT to end its step and save; then it ends without saving."""

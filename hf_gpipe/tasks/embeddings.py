@@ -256,7 +256,7 @@ class PipelineEmbeddingTrainer(TaskTrainer):
     @property
     def _has_own_rows(self) -> bool:
         is_own = type(self).evaluate is not PipelineEmbeddingTrainer.evaluate
-        return bool(self.evaluators) or is_own or self._overrides("get_eval_dataloader")
+        return bool(self.evaluators) or is_own or self.overrides("get_eval_dataloader")
 
     def _prepare_data(self, model: Any) -> None:
         self._files, args = files_of(model), self.args

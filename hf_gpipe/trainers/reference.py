@@ -27,6 +27,7 @@ from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.trainers.arguments import ReferenceArguments
 from hf_gpipe.trainers.trainer import TaskTrainer, each
+from hf_gpipe.training.batches import by_name
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.predicting import shared_batches
 
@@ -126,7 +127,7 @@ class ReferenceTrainer(TaskTrainer):
         """Add the reference's log-probabilities to the rows of all datasets. Every process calls it."""
         args = self.args
         self.train_dataset = self._with_reference(reference, self.train_dataset, args.per_device_train_batch_size)
-        given, size = self._by_name(self.eval_dataset), args.per_device_eval_batch_size
+        given, size = by_name(self, self.eval_dataset), args.per_device_eval_batch_size
         self.eval_dataset = each(given, lambda dataset: self._with_reference(reference, dataset, size))
 
     def _lacks_columns(self, dataset: Any) -> bool:

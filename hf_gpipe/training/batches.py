@@ -1,12 +1,13 @@
-"""The mini-batches that a trainer makes of a dataset, and the shape of one for the planner."""
+"""The datasets of a trainer, the mini-batches that it makes of them, and the shape of one for the planner."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UserError, listed
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.planner.workload import Workload
@@ -14,6 +15,7 @@ from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.training.base import example_of
 from hf_gpipe.training.loader import LABEL_COLUMNS, Batch, MiniBatches
+from hf_gpipe.training.own_loader import OwnLoader, batches_of_loader
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.steps import data_seed
 from hf_gpipe.training.trainer_interface import TrainerInterface
@@ -46,11 +48,62 @@ def batches_of(
     )
 
 
-def required(dataset: Any, problem: str) -> Any:
-    """The dataset. Raises UserError with the text `problem` where it is None."""
+#: What is said where a method has no dataset to read.
+_REQUIRED = {
+    "train": "training requires a train_dataset",
+    "eval": "evaluation requires an eval_dataset",
+    "test": "prediction requires a test_dataset",
+}
+
+
+def required(part: str, dataset: Any) -> Any:
+    """The dataset of a part: "train", "eval" or "test". Raises UserError where it is None."""
     if dataset is None:
-        raise UserError(problem)
+        raise UserError(_REQUIRED[part])
     return dataset
+
+
+def named(trainer: TrainerInterface, dataset: Any) -> Any:
+    """A dataset to evaluate, which may be given by its name. Raises UserError where none has that name."""
+    if not isinstance(dataset, str):
+        return dataset
+    known = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {}
+    if dataset not in known:
+        names = f"its names are {listed(list(known))}" if known else "the trainer's is no dict of several"
+        raise UserError(f"eval_dataset={dataset!r}: no dataset has that name, {names}; give one of them, or rows")
+    return known[dataset]
+
+
+def by_name(trainer: TrainerInterface, given: Any) -> Any:
+    """The dataset to evaluate; a dict by name where the main process has several, with None in other processes."""
+    found: list[Any] = []
+
+    def find() -> list[str] | None:
+        found.append(named(trainer, given))
+        return list(found[0]) if isinstance(found[0], Mapping) else None
+
+    names = trainer.world.from_main(find)
+    if isinstance(given, str):
+        given = found[0] if found else None
+    if names is None:
+        return given
+    return {name: given[name] if isinstance(given, Mapping) else None for name in names}
+
+
+def loaded(trainer: TrainerInterface, part: str, *dataset: Any) -> MiniBatches | OwnLoader | None:
+    """The mini-batches of `get_train_dataloader`, or of that of another part; the main process alone calls it.
+
+    None in the other processes, which call this function too. Raises UserError where there is no dataset.
+    """
+    method, loaders = f"get_{part}_dataloader", []
+
+    def load() -> None:
+        if dataset and not trainer.overrides(method):
+            required(part, dataset[0])
+        loaders.append(getattr(trainer, method)(*dataset))
+
+    trainer.world.from_main(load, takes_long=True)
+    return batches_of_loader(loaders[0], method, data_seed(trainer.args)) if loaders else None
 
 
 def example_of_training(trainer: TrainerInterface, spec: ModelSpec) -> Batch | Workload | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint.directory import (
@@ -38,7 +38,7 @@ from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.text import size_text
 from hf_gpipe.training.master_weights import SLOT
 from hf_gpipe.training.optim import set_rates, updated_parameters
-from hf_gpipe.training.steps import OLDER_DATA_FACTS
+from hf_gpipe.training.steps import TrainingLength, changed_sizes, resumed_position
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
 logger = transformers.logging.get_logger(__name__)
@@ -110,6 +110,35 @@ class Checkpoints:
             check_whole(Path(asked), self._world)
         return Path(asked)
 
+    def length_from(self, checkpoint: Path, length: TrainingLength, facts: Mapping[str, Any]) -> TrainingLength:
+        """The length of a training that resumes, whose steps may have had another size before; this is a warning.
+
+        Args:
+            checkpoint: the checkpoint to resume from.
+            length: of a training that begins anew with the present arguments.
+            facts: of its data.
+
+        Raises CheckpointError where the checkpoint's place in the data means other rows.
+        """
+        saved, step = read_state(checkpoint).run, read_trainer_state(checkpoint).global_step
+        has_max_steps = self._args.max_steps > 0 or length.mini_batches_per_epoch is None
+        if not (sizes := changed_sizes(saved.data, facts)):
+            return length if has_max_steps else length.with_further_steps(saved.further_steps)
+        if not has_max_steps:
+            before = length.steps_before(self._position(checkpoint, saved, facts))
+            length = length.with_further_steps(step - before)
+        if self._world.is_main:
+            logger.warning(
+                f"{sizes}: the training goes on with the rows that are left, and step {step} is followed by steps of "
+                f"the new size up to step {length.max_steps}, by which the learning rate changes"
+            )
+        return length
+
+    def _position(self, checkpoint: Path, saved: RunState, facts: Mapping[str, Any]) -> DataPosition:
+        if self._args.ignore_data_skip:
+            return DataPosition(epoch=saved.position.epoch, mini_batches=0)
+        return resumed_position(checkpoint, saved, facts)
+
     def resume(self, checkpoint: Path, new: RunState) -> tuple[RunState, TrainerState]:
         """Load the weights, the loss's scale, and the state of the optimizer and its scheduler.
 
@@ -125,8 +154,7 @@ class Checkpoints:
         """
         saved = read_state(checkpoint).run
         state = read_trainer_state(checkpoint)
-        if not self._args.ignore_data_skip:
-            _check_data(checkpoint, saved.data, new.data)
+        saved.position = self._position(checkpoint, saved, new.data)
         before, now = saved.num_micro_batches, new.num_micro_batches
         if self._args.num_micro_batches in (None, AUTO) and before not in (None, now) and self._world.is_main:
             logger.warning(
@@ -149,9 +177,7 @@ class Checkpoints:
         if trainer.scaler is not None and saved.loss_scale is not None:
             trainer.scaler.load_state_dict(saved.loss_scale)
         self._pipe.step = saved.pipeline_step
-        if self._args.ignore_data_skip:
-            saved.position = DataPosition(epoch=saved.position.epoch, mini_batches=0)
-        saved.data, saved.num_micro_batches = new.data, now
+        saved.data, saved.num_micro_batches, saved.further_steps = new.data, now, new.further_steps
         return saved, state
 
     def find_best(self, resumed: Path | None = None) -> Path | None:
@@ -289,11 +315,13 @@ class Checkpoints:
         asked = self._args.save_in_background
         if asked != "auto":
             return asked == "always"
-        copied = Counter[str]()
-        hosts, everyone = self._world.hosts, self._world.gather_objects((num_bytes, available_memory()))
-        for host, (size, _) in zip(hosts, everyone, strict=True):
+        copied, looks = Counter[str](), any(map(_looks_at_saves, self._trainer.callback_handler.callbacks))
+        hosts, everyone = self._world.hosts, self._world.gather_objects((num_bytes, available_memory(), looks))
+        if any(looks for _, _, looks in everyone):
+            return False
+        for host, (size, _, _) in zip(hosts, everyone, strict=True):
             copied[host] += size
-        may = all(copied[host] <= _COPIES_SHARE * there for host, (_, there) in zip(hosts, everyone, strict=True))
+        may = all(copied[host] <= _COPIES_SHARE * there for host, (_, there, _) in zip(hosts, everyone, strict=True))
         if not may and not self._has_warned and self._world.is_main:
             self._has_warned = True
             logger.warning(
@@ -310,6 +338,15 @@ class Checkpoints:
         write_once(self._output_dir, self._for_saving, lambda: rotate(self._output_dir, limit, keep))
 
 
+def _looks_at_saves(callback: TrainerCallback) -> bool:
+    """Whether a callback may look at the model in `on_save`, which must then be the model of the checkpoint.
+
+    The library's own callbacks read only the checkpoint, which they find by the state's step.
+    """
+    method = type(callback).on_save
+    return method is not TrainerCallback.on_save and not method.__module__.startswith("transformers.")
+
+
 def _run(write: Callable[[], None], outcome: Future[None]) -> None:
     try:
         write()
@@ -324,15 +361,3 @@ def _check_dtype(checkpoint: Path, now: str) -> None:
     before = strict_json.read(file, dict[str, Any], allows_nan=True).get("dtype") if file.is_file() else None
     if before not in (None, now):
         raise CheckpointError(f"{checkpoint} has weights of {before}, and this run of {now}; give dtype={before!r}")
-
-
-def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a position in the data now means other rows."""
-    for name, value in now.items():
-        before = saved.get(name, OLDER_DATA_FACTS.get(name))
-        if before != value:
-            raise CheckpointError(
-                f"{checkpoint} was written with {name}={before!r} and this run has {value!r}, so its "
-                "place in the data means other rows; use the same value, or ignore_data_skip=True to begin its "
-                "epoch anew"
-            )

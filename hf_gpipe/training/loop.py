@@ -73,15 +73,18 @@ class TrainingLoop:
         # This comes first, since it gives back a checkpoint that was being replaced.
         self._checkpoints.tidy()
         checkpoint = asked if is_whole else self._checkpoints.find(asked)
+        facts = data_facts(self._args, self._length)
+        if checkpoint is not None:
+            self._length = self._checkpoints.length_from(checkpoint, self._length, facts)
         optimizer, handler = prepare_optimizer(trainer, self._length.max_steps), trainer.callback_handler
         for check in functions_of_modes("training", "check"):
             check(trainer)
         handler.optimizer, handler.lr_scheduler, handler.train_dataloader = optimizer, trainer.lr_scheduler, batches
-        facts = data_facts(self._args, self._length)
         self._run = RunState(
             position=DataPosition(epoch=0, mini_batches=0),
             pipeline_step=self._pipe.step,
             data=facts,
+            further_steps=self._length.further_steps,
             num_micro_batches=self._pipe.num_micro_batches,
         )
         trainer.state = trainer.new_state()
@@ -96,6 +99,8 @@ class TrainingLoop:
         self._logs = Logs(trainer, start_time)
         self._logs.announce(self._length)
         self._first_step = state.global_step
+        #: The padding token of the tokenizer, which the main process has.
+        self._padding = self._world.from_main(lambda: getattr(trainer.processing_class, "pad_token_id", None))
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         self._updates = updates_of(trainer, self._logs)
         #: Gives the requests that `_agree` has sent last, if they may still have to be met; else None.
@@ -106,6 +111,7 @@ class TrainingLoop:
         """Go on from a checkpoint: weights, optimizer, position in the data, callbacks and the best model so far."""
         trainer = self._trainer
         self._run, saved = self._checkpoints.resume(checkpoint, self._run)
+        saved.train_batch_size = trainer.state.train_batch_size
         saved.is_local_process_zero = trainer.state.is_local_process_zero
         saved.is_world_process_zero = trainer.state.is_world_process_zero
         trainer.state = saved
@@ -199,12 +205,20 @@ class TrainingLoop:
     def _count(self, group: Sequence[Batch]) -> None:
         """Add to the state how much a step has computed and read."""
         for batch in group:
-            size = self._pipe.adapter.main_input(batch).numel()
-            self._state.total_flos += 6 * size * self._num_parameters
-            if self._args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in batch:
+            inputs = self._pipe.adapter.main_input(batch)
+            self._state.total_flos += 6 * inputs.numel() * self._num_parameters
+            counted = self._args.include_num_input_tokens_seen
+            if counted == "non_padding" and "attention_mask" in batch:
                 self._state.num_input_tokens_seen += num_tokens(batch, decoder_only=True)
-            elif self._args.include_num_input_tokens_seen != "no":
-                self._state.num_input_tokens_seen += size
+            elif counted == "non_padding" and self._padding is not None:
+                self._state.num_input_tokens_seen += int((inputs != self._padding).sum())
+            elif counted != "no":
+                self._state.num_input_tokens_seen += inputs.numel()
+            if counted == "non_padding" and self._padding is None and "attention_mask" not in batch:
+                logger.warning_once(
+                    "include_num_input_tokens_seen='non_padding' counts all tokens, since the mini-batches have no "
+                    "attention_mask and the processing_class has no padding token"
+                )
         every = self._args.torch_empty_cache_steps
         if every and self._world.device.type == "cuda" and self._state.global_step % every == 0:
             torch.cuda.empty_cache()

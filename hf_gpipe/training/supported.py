@@ -20,11 +20,10 @@ REFUSED = {
     "fp16_full_eval": _FULL_EVAL,
     "activation_checkpointing_kwargs": _BLOCKS,
     "gradient_checkpointing_kwargs": _BLOCKS,
-    "torch_compile_mode": "blocks are compiled in torch.compile's default mode",
+    "torch_compile_mode": "CUDA graphs of other modes would overwrite micro-batches under way, and no mode is tested",
     "liger_kernel_config": "use_liger_kernel takes every kernel that fits, and the head never makes its logits whole",
     "use_cache": "no key-value cache is kept in training",
     "auto_find_batch_size": "a stage that ran out of memory cannot tell the others; raise num_micro_batches instead",
-    "eval_use_gather_object": "predictions are tensors",
     "save_on_each_node": "each process writes its own stages into one directory, which all machines must share",
     "accelerator_config": "no Accelerator divides mini-batches or loads data",
     "parallelism_config": _OTHER_ENGINE,
@@ -113,6 +112,7 @@ HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "activation_checkpointing_kwargs": ({"use_reentrant": False}, {"use_reentrant": True}),
     "gradient_checkpointing_kwargs": ({"use_reentrant": False}, {"use_reentrant": True}),
     "label_names": (["labels"],),
+    "torch_compile_mode": ("default",),
     "liger_kernel_config": ({"fused_linear_cross_entropy": True},),
 }
 

@@ -8,6 +8,7 @@ instead; scripts/trainer_tables.py has its notes.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from transformers import Seq2SeqTrainer, Trainer
 
@@ -51,6 +52,11 @@ class Surface:
         names = unknown.union(FIXED, READ_ONLY, LACKING)
         #: The attributes of `base` that may not be overridden or set, before anybody replaces them.
         self._own = {name: inspect.getattr_static(base, name, _ABSENT) for name in names}
+
+    def has(self, method: Any) -> bool:
+        """Whether a method of a trainer is that of `base`."""
+        function = getattr(method, "__func__", None)
+        return function is not None and function is getattr(self._base, function.__name__, None)
 
     def check_class(self, cls: type) -> None:
         """Raise UserError where a trainer's class has a method that would not be called."""

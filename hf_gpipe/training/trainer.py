@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.errors import UserError, listed
+from hf_gpipe.errors import UserError
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.libraries.transformers_trainer import CallbackHandler, PredictionOutput, TrainOutput
 from hf_gpipe.losses.custom import loss_of_function
@@ -49,7 +49,7 @@ from hf_gpipe.training.base import (
     set_up_model,
     sum_in_float16,
 )
-from hf_gpipe.training.batches import batches_of, example_of_training, required
+from hf_gpipe.training.batches import batches_of, by_name, example_of_training, loaded, named, required
 from hf_gpipe.training.evaluator import Evaluator, check_evaluations, check_metrics
 from hf_gpipe.training.given import take_given
 from hf_gpipe.training.hub import HubUploads
@@ -57,9 +57,8 @@ from hf_gpipe.training.loader import Batch, Collate, MiniBatches
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizers, make_optimizer, make_scheduler
-from hf_gpipe.training.own_loader import OwnLoader, batches_of_loader
+from hf_gpipe.training.own_loader import OwnLoader
 from hf_gpipe.training.predicting import Preprocess
-from hf_gpipe.training.steps import data_seed
 from hf_gpipe.training.surface import Surface
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -161,7 +160,6 @@ class PipelineTrainer(TrainerInterface):
             self.init_hf_repo()
         self.control = TrainerControl()
         self.state = self.new_state()
-        self._is_in_train = False
         self.fire("on_init_end")
 
     # ------------------------------------------------------------------ parts of the constructor
@@ -274,11 +272,6 @@ class PipelineTrainer(TrainerInterface):
             self.lr_scheduler = None
         return TrainingLoop(self, self.train_batches(), asked, start_time, **options)
 
-    @property
-    def is_in_train(self) -> bool:
-        """Whether `train` is under way."""
-        return self._is_in_train
-
     def end(self) -> None:
         """Wait for uploads and leave the job. It is called last, by every process."""
         self.uploads.finish()
@@ -307,38 +300,13 @@ class PipelineTrainer(TrainerInterface):
             generation: with `predict_with_generate`, keyword arguments of `generate`.
         """
         self._check_surface()
-        dataset = self._by_name(self.eval_dataset if eval_dataset is None else eval_dataset)
+        dataset = by_name(self, self.eval_dataset if eval_dataset is None else eval_dataset)
         if not isinstance(dataset, Mapping):
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
         for name, part in dataset.items():
             metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}", generation)
         return metrics
-
-    def _by_name(self, given: Any) -> Any:
-        """The dataset to evaluate; a dict by name where the main process has several, with None in other processes."""
-        named: list[Any] = []
-
-        def find() -> list[str] | None:
-            named.append(self._named(given))
-            return list(named[0]) if isinstance(named[0], Mapping) else None
-
-        names = self.world.from_main(find)
-        if isinstance(given, str):
-            given = named[0] if named else None
-        if names is None:
-            return given
-        return {name: given[name] if isinstance(given, Mapping) else None for name in names}
-
-    def _named(self, dataset: Any) -> Any:
-        """A dataset to evaluate, which may be given by its name. Raises UserError where none has that name."""
-        if not isinstance(dataset, str):
-            return dataset
-        known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
-        if dataset not in known:
-            names = f"its names are {listed(list(known))}" if known else "the trainer's is no dict of several"
-            raise UserError(f"eval_dataset={dataset!r}: no dataset has that name, {names}; give one of them, or rows")
-        return known[dataset]
 
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
         batches = self._evaluated(dataset, generation, "eval")
@@ -390,7 +358,7 @@ class PipelineTrainer(TrainerInterface):
         """
         if generation and not self.args.predict_with_generate:
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
-        batches = self._loaded(part, dataset)
+        batches = loaded(self, part, dataset)
         self.callback_handler.eval_dataloader = batches
         return None if batches is None else batches.epoch(0)
 
@@ -408,7 +376,7 @@ class PipelineTrainer(TrainerInterface):
 
         Raises UserError in a process that has no training dataset.
         """
-        args, dataset = self.args, required(self.train_dataset, _REQUIRED["train"])
+        args, dataset = self.args, required("train", self.train_dataset)
         return replace(
             batches_of(self, dataset, args.size, args.train_sampling_strategy),
             drop_last=args.dataloader_drop_last,
@@ -421,42 +389,24 @@ class PipelineTrainer(TrainerInterface):
         Raises UserError in a process that has no such dataset.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._eval_batches(required(self._named(dataset), _REQUIRED["eval"]))
+        return self._eval_batches(required("eval", named(self, dataset)))
 
     def get_test_dataloader(self, test_dataset: Any) -> MiniBatches:
         """The mini-batches of a prediction."""
-        return self._eval_batches(required(test_dataset, _REQUIRED["test"]))
+        return self._eval_batches(required("test", test_dataset))
 
     def train_batches(self) -> MiniBatches | OwnLoader | None:
         """The mini-batches of the training; None in processes that do not read data."""
-        return self._loaded("train")
+        return loaded(self, "train")
 
     @property
     def _has_own_rows(self) -> bool:
         """Whether an evaluation may need no dataset."""
-        return self._overrides("evaluate") or self._overrides("get_eval_dataloader")
-
-    def _overrides(self, method: str) -> bool:
-        """Whether a method is a subclass's."""
-        return getattr(getattr(self, method), "__func__", None) is not getattr(PipelineTrainer, method)
-
-    def _loaded(self, part: str, *dataset: Any) -> MiniBatches | OwnLoader | None:
-        """The mini-batches of `get_train_dataloader`, or of that of another part; the main process alone calls it.
-
-        None in the other processes, which call this method too. Raises UserError where there is no dataset.
-        """
-        method, loaders = f"get_{part}_dataloader", []
-
-        def load() -> None:
-            if dataset and dataset[0] is None and not self._overrides(method):
-                raise UserError(_REQUIRED[part])
-            loaders.append(getattr(self, method)(*dataset))
-
-        self.world.from_main(load, takes_long=True)
-        return batches_of_loader(loaders[0], method, data_seed(self.args)) if loaders else None
+        return self.overrides("evaluate") or self.overrides("get_eval_dataloader")
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:
-        return batches_of(self, dataset, BatchSize(self.args.per_device_eval_batch_size))
+        batches = batches_of(self, dataset, BatchSize(self.args.per_device_eval_batch_size))
+        return replace(batches, drop_last=self.args.dataloader_drop_last)
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -491,13 +441,6 @@ class PipelineTrainer(TrainerInterface):
             self.lr_scheduler = make_scheduler(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
-
-#: What is said where a method has no dataset to read.
-_REQUIRED = {
-    "train": "training requires a train_dataset",
-    "eval": "evaluation requires an eval_dataset",
-    "test": "prediction requires a test_dataset",
-}
 
 #: The attributes of the class before anybody changes them.
 PipelineTrainer._surface = Surface(PipelineTrainer)

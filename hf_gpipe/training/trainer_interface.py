@@ -84,6 +84,7 @@ class TrainerInterface:
     num_tokens_before = 0
     #: The attributes of the class that subclasses derive from, by which overrides are checked.
     _surface: ClassVar[Surface]
+    _is_in_train = False
     evaluate: Callable[..., dict[str, float]]
     create_optimizer_and_scheduler: Callable[[int], None]
 
@@ -110,6 +111,15 @@ class TrainerInterface:
         """Raise UserError for an override, or a parameter of `model`, that was added since and would not be used."""
         self._surface.check_class(type(self))
         self.pipe.model  # noqa: B018  # the property checks
+
+    def overrides(self, method: str) -> bool:
+        """Whether a method is a subclass's."""
+        return not self._surface.has(getattr(self, method))
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether `train` is under way."""
+        return self._is_in_train
 
     @property
     def model(self) -> Any:

@@ -160,11 +160,62 @@ def checkpoint(trained: Path, tmp_path: Path) -> Path:
 
 def test_another_place_in_the_data_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     settings = SAVE | {"max_steps": 12}
-    for values in ({"per_device_train_batch_size": 8}, {"seed": 1}, {"train_dataset": Rows(50)}):
+    by_length = {"train_sampling_strategy": "group_by_length"}
+    for values in ({"seed": 1}, {"train_dataset": Rows(50)}, {"per_device_train_batch_size": 8} | by_length):
         with pytest.raises(CheckpointError, match="place in the data"):
             trainer(tmp_path, **settings | values).train(resume_from_checkpoint=checkpoint)
     made = trainer(tmp_path, ignore_data_skip=True, **settings | {"per_device_train_batch_size": 8})
     assert made.train(resume_from_checkpoint=checkpoint).global_step == 12
+
+
+class _Noted(Rows):
+    """Notes which rows are read."""
+
+    def __init__(self) -> None:
+        super().__init__(24)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("values", "repeated", "steps"),
+    [
+        ({"per_device_train_batch_size": 8}, 0, 2 + 2 + 3),
+        ({"per_device_train_batch_size": 24}, 8, 2 + 1 + 1),
+        ({"per_device_train_batch_size": 3}, 2, 2 + 6 + 8),
+        ({"gradient_accumulation_steps": 2}, 0, 2 + 2 + 3),
+        ({"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}, 0, 2 + 2 + 3),
+    ],
+)
+def test_steps_of_another_size_go_on_with_the_rows_that_are_left(
+    values: dict[str, Any], repeated: int, steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was an error. Two of six mini-batches of 4 rows were trained on in the first epoch."""
+    settings = {"max_steps": -1, "num_train_epochs": 2, "save_steps": 1} | {
+        name: value for name, value in values.items() if name == "train_sampling_strategy"
+    }
+    first = _Noted()
+    trainer(tmp_path, train_dataset=first, callbacks=[StopAt(2)], **SAVE | settings).train()
+    trained, first.read[:] = first.read[:8], []
+    made = trainer(tmp_path, train_dataset=first, **SAVE | settings | values)
+    made.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    # The longest rows of a dataset are read before the training.
+    seen = first.read[-(24 - 8 + repeated + 24) :]
+    assert sorted([*trained[: 8 - repeated], *seen[: 16 + repeated]]) == list(range(24))
+    assert sorted(seen[16 + repeated :]) == list(range(24))
+    assert made.state.global_step == made.state.max_steps == steps
+    assert made.get_learning_rates() == [0.0, 0.0]
+    (name, value), *_ = [entry for entry in values.items() if entry[0] != "train_sampling_strategy"]
+    assert caplog.text.count(f"{name}={value} in place of") == 1
+    assert made.state.train_batch_size == made.args.per_device_train_batch_size
+    again = trainer(tmp_path, **SAVE | settings | values)
+    again.train(resume_from_checkpoint=tmp_path / f"checkpoint-{steps - 1}")
+    assert again.state.global_step == steps
+    for name, tensor in weights(made).items():
+        assert torch.equal(weights(again)[name], tensor), name
 
 
 def test_state_of_another_optimizer_is_refused(checkpoint: Path, tmp_path: Path) -> None:

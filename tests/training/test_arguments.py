@@ -36,7 +36,7 @@ OTHER_VALUES: dict[str, Any] = {
     "neftune_noise_alpha": 5.0,
     "label_names": ["targets"],
     "optim_target_modules": ["q_proj"],
-    "torch_compile_mode": "default",
+    "torch_compile_mode": "max-autotune",
     "liger_kernel_config": {"rope": True},
     "gradient_checkpointing_kwargs": {"determinism_check": "none"},
     "activation_checkpointing_kwargs": {"determinism_check": "none"},
@@ -168,6 +168,11 @@ def test_arguments_are_copied(tmp_path: Path) -> None:
     copy.deepcopy(other).check()
     with pytest.raises(UserError, match="accelerator_config="):
         replace(args, accelerator_config={"split_batches": True})
+
+
+def test_the_mode_of_torch_compile_may_be_the_default(tmp_path: Path) -> None:
+    args = arguments(tmp_path, torch_compile_mode="default")
+    assert args.config.compiled.backend == "inductor"
 
 
 def test_recomputation_of_blocks_may_be_asked_for_as_in_the_library(tmp_path: Path) -> None:

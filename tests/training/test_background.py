@@ -120,9 +120,14 @@ def test_a_checkpoint_for_whose_copy_there_is_no_memory_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saving, "available_memory", lambda: 1000)
+    trainer(tmp_path, **SAVE).train()
+    assert caplog.text.count("the training waits while a checkpoint is written") == 1
+
+
+def test_a_callback_with_on_save_finds_the_model_of_the_checkpoint(tmp_path: Path) -> None:
+    """It was called when the checkpoint was written, some steps later, with the model of then."""
     saved, _, _ = _save(str(tmp_path), "auto")
     assert saved == [(2, 2, True), (4, 4, True), (5, 5, True)]
-    assert caplog.text.count("the training waits while a checkpoint is written") == 1
 
 
 class _FailAt(TrainerCallback):

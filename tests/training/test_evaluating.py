@@ -124,6 +124,13 @@ def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
     np.testing.assert_allclose(prediction.predictions[2], whole.predictions[8:, : prediction.predictions[2].shape[1]])
 
 
+def test_an_evaluation_leaves_out_its_last_rows_where_the_training_does(tmp_path: Path) -> None:
+    """As in Trainer; `dataloader_drop_last` had no effect on it."""
+    made = trainer(tmp_path, per_device_eval_batch_size=4, dataloader_drop_last=True)
+    assert len(made.predict(Rows(10, seed=3)).predictions) == 8
+    assert len(made.get_eval_dataloader(Rows(10))) == 2
+
+
 def test_the_order_of_arguments_is_the_plain_trainer_s(tmp_path: Path) -> None:
     made = trainer(tmp_path, eval_dataset={"one": Rows(3), "two": Rows(4)})
     assert "valid_loss" in made.evaluate(Rows(3), None, "valid")

@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,26 @@ def test_numbers_that_scripts_ask_for(tmp_path: Path) -> None:
     assert "train_tokens_per_second" in one.state.log_history[-1]
     with pytest.raises(UserError, match="trial"):
         one.train(trial=object())
+
+
+def test_padding_is_not_counted_where_a_mask_or_the_tokenizer_tells_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an attention_mask all tokens were counted, in silence."""
+
+    def unmasked(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = PairCollator(pad_token_id=0)(rows)
+        return {name: batch[name] for name in ("input_ids", "labels")}
+
+    counts, warning = [], "counts all tokens, since the mini-batches have no attention_mask"
+    for collate, pad in ((PairCollator(pad_token_id=0), None), (unmasked, 0), (unmasked, None)):
+        one = made(tmp_path, include_num_input_tokens_seen="non_padding", max_steps=6)
+        one.data_collator, one.processing_class = collate, SimpleNamespace(pad_token_id=pad, save_pretrained=str)
+        assert warning not in caplog.text
+        one.train()
+        counts.append(one.state.num_input_tokens_seen)
+    assert counts[0] == counts[1] == sum(map(len, Rows().rows)) < counts[2]
+    assert warning in caplog.text
 
 
 def test_a_model_card_is_drafted(tmp_path: Path) -> None:

@@ -79,8 +79,6 @@ def test_the_plain_trainer_s_numbers_and_events(accumulation: int, optim: str, t
         train_dataset=rows,
         eval_dataset=evaluation,
         callbacks=[events],
-        # Otherwise on_save comes when the checkpoint is written, some steps later.
-        save_in_background="never",
         **common,
     )
     own.train()
