@@ -32,6 +32,7 @@ from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
 from hf_gpipe.modes.divided_head.table import DIVIDED_HEAD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.modes.visits.late_updates import LATE_UPDATE, with_late_updates
 from hf_gpipe.modes.visits.round_robin import deal_of, dealt_table
 from hf_gpipe.modes.visits.table import stages_that_stay, with_visits
 from hf_gpipe.modes.visits.visit import DROP, LOAD
@@ -198,7 +199,7 @@ def visits_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     common |= {"stages_each": each, "recompute": "stage"}
     # Longer than a stage's forwards, and shorter than its backwards.
     copies = 1.5 * micro_batches * pace.forward_seconds / each
-    return [
+    settings = [
         replace(emulated("breadth_first", **common, stay=stay, others={LOAD: own, DROP: 0.0}), name=name)
         for name, stay, own in (
             ("all visit", 0, copies),
@@ -206,6 +207,12 @@ def visits_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
             ("experts visit, half of the bytes", 0, copies / 2),
         )
     ]
+    # The update of a stage takes twice as long as its forwards.
+    update, costs = 4 / 3 * copies, {LOAD: copies, DROP: copies}
+    last = emulated("breadth_first", **common, stay=0, others=costs, update_seconds=update)
+    late = emulated("breadth_first", **common, stay=0, others=costs | {LATE_UPDATE: update})
+    late = replace(late, table=with_late_updates(late.table))
+    return [*settings, replace(last, name="trained, updates last"), replace(late, name="trained, updates late")]
 
 
 def memory_settings(_: Pace, *, quick: bool) -> list[Emulated]:

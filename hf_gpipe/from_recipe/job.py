@@ -39,7 +39,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.optim import step_stage
 from hf_gpipe.training.trainer import PipelineTrainer
-from hf_gpipe.training.updates import updates_in_backward
+from hf_gpipe.training.updates import make_update, updates_in_backward
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE, PAGE_FILE = "recipe.yaml", "metrics.json", "timeline.png", "run.html"
 #: One JSON object a line: language, source, target and translation of a pair that was evaluated.
@@ -147,7 +147,7 @@ def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timelin
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
-        optimizer.step()
+        make_update(trainer, trainer.state.global_step)
 
     def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
         if max_norm := trainer.args.max_grad_norm:
@@ -160,6 +160,7 @@ def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timelin
         timelines = measure_step(pipe, batch, update_beside=partial(step_stage, trainer))
     else:
         timelines = measure_step(pipe, batch, update=update_stage if pipe.runs_windows else update)
+    pipe.weights.late.make()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     return timelines

@@ -18,6 +18,7 @@ from hf_gpipe.checkpoint.writer import CheckpointWriter, check_not_quantised
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
+from hf_gpipe.runtime.late_updates import LateUpdates
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import NOT_SET, Shards, treats_elements_alone
@@ -40,6 +41,7 @@ class StageParameters:
         ties: between stages.
         replicas: of the stages.
         trainable: what is trained.
+        late: updates that wait for the next step.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StageParameters:
         self.ties = Ties(models, world, shared)
         self.replicas = Replicas(models, self.ties, world)
         self.trainable = TrainableLayers.of(adapter, models, world)
+        self.late = LateUpdates()
         self.seed, self._shares_updates = seed, shares_updates
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
@@ -186,6 +189,7 @@ class StageParameters:
         Raises CheckpointError if the files are missing or do not fit the model.
         """
         check_not_quantised(self.adapter, "load_pretrained")
+        self.late.make()
         # Of shared stages too, whose mapped weights and buffers each process has for itself.
         for models in self._of_workers:
             if self.adapter.peft is not None:
@@ -220,4 +224,5 @@ class StageParameters:
 
     def writer(self, world: Mesh | None = None) -> CheckpointWriter:
         """A writer of the model, and of the state of its training; `world`: whose messages it uses, if not its own."""
+        self.late.make()
         return CheckpointWriter(self.adapter, self.models, self.ties, self.world if world is None else world)

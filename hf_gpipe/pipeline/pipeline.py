@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.job.joining import join_job
@@ -41,11 +42,13 @@ Result = TypeVar("Result")
 Method = Callable[Concatenate[Any, Arguments], Result]
 
 
-def _of(part: str, method: Method[Arguments, Result]) -> Method[Arguments, Result]:
-    """A method of `Pipeline` that one of its parts has."""
+def _of(part: str, method: Method[Arguments, Result], *, reads_weights: bool = False) -> Method[Arguments, Result]:
+    """A method of `Pipeline` that one of its parts has; before one that reads weights, late updates are made."""
 
     @functools.wraps(method)
     def delegated(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if reads_weights:
+            self.weights.late.make()
         return method(getattr(self, part), *args, **kwargs)
 
     return delegated
@@ -219,7 +222,7 @@ class Pipeline:
         self.steps = build(request, decision)
         self.forwards, self.cutting = self.steps.forwards, self.steps.cutting
         self.weights, self.stages = self.forwards.parameters, self.forwards.stages
-        self.models, self.ties = self.weights.models, self.weights.ties
+        self.ties = self.weights.ties
         self.has_given_seed = request.seed is not None
         self.weights_seed = self.seed if request.model.makes_weights(self.adapter) else None
 
@@ -246,8 +249,8 @@ class Pipeline:
     embed = _of("forwards", Forwards.embed)
     generate = by_every_process(_of("forwards", Forwards.generate))
 
-    named_parameters = _of("weights", StageParameters.named_parameters)
-    parameters = _of("weights", StageParameters.parameters)
+    named_parameters = _of("weights", StageParameters.named_parameters, reads_weights=True)
+    parameters = _of("weights", StageParameters.parameters, reads_weights=True)
     shard_optimizer = _of("weights", StageParameters.shard_optimizer)
     zero_grad = _of("weights", StageParameters.zero_grad)
     clip_grad_norm_ = _of("weights", StageParameters.clip_grad_norm_)
@@ -264,6 +267,11 @@ class Pipeline:
         """Whether steps run in windows (`train_window`), in which each stage updates its weights by itself."""
         return self.decision.runs_windows
 
+    @property
+    def models(self) -> Mapping[int, StageModel]:
+        self.weights.late.make()
+        return self.weights.models
+
     # ------------------------------------------------------------------ the whole model
 
     @property
@@ -278,6 +286,7 @@ class Pipeline:
         Raises:
             UserError: one of its parameters was replaced or added, and would not be trained.
         """
+        self.weights.late.make()
         refresh(self._whole)
         return self._whole
 

@@ -159,6 +159,10 @@ def costs_of_table(layout: Layout) -> Costs:
     sums, stages, placement = layout.sums, layout.stages, layout.table.placement
     network, speeds = layout.processes.network(placement), layout.processes.speeds_of(placement)
 
+    others: dict[str, list[float]] = {}
+    for seconds_of_mode in functions_of_modes("cost", "seconds"):
+        others |= seconds_of_mode(layout)
+
     def update(number: int, stage: StageLayers, count: int) -> float:
         costs, owned, seconds = sums.costs, sums.owned(*stage.run), layout.host_update_seconds(number)
         if seconds is None and costs.update_seconds_per_parameter is not None:
@@ -167,9 +171,12 @@ def costs_of_table(layout: Layout) -> Costs:
             # Gradients are read for their norm and for the update; weights and state are read and written.
             moved = 4 * owned.trainable_bytes + 2 * layout.inputs.own_state_bytes(owned, costs.dtype)
             seconds = moved / layout.processes.device.memory_rate
+        seconds /= speeds[number]
+        if any(kind.changes_weights and kind in others and others[kind][number] for kind in layout.table.kinds):
+            # Another action than U updates the stage.
+            return seconds
         # All of what is on a disk is read and written.
-        on_disk = 2 * layout.disk_bytes(number) / layout.processes.device.host.disk_rate(layout.num_updating)
-        seconds = seconds / speeds[number] + on_disk
+        seconds += 2 * layout.disk_bytes(number) / layout.processes.device.host.disk_rate(layout.num_updating)
         if (shares := layout.settings.shared_updates.among(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
@@ -193,9 +200,6 @@ def costs_of_table(layout: Layout) -> Costs:
     per_byte = sent_share(layout.settings, sums.costs.dtype)
     layers = sums.costs.layers
     boundaries = [per_byte * (layers[stage.start].input_bytes + stage.share.input_bytes) for stage in stages[1:]]
-    others: dict[str, list[float]] = {}
-    for seconds_of_mode in functions_of_modes("cost", "seconds"):
-        others |= seconds_of_mode(layout)
     of_backward = attrgetter("backward_seconds")
     return Costs(
         forward_seconds=each(lambda own, again, *_: own.first_forward(again), attrgetter("forward_seconds")),

@@ -1,4 +1,4 @@
-"""Background threads of the executor: one sends messages that wait for a copy, one updates shared stages on the CPU.
+"""Background threads of the executor: one sends messages that wait for a copy, one updates stages on the CPU.
 
 The loop raises the first error of a thread before its next action. But the loop may be blocked in a receive from a
 process that itself waits for the work of the failed thread, and nothing ends a receive before its time limit. So if
@@ -36,7 +36,7 @@ class BackgroundThreads:
         #: For each resource whose thread runs, the tasks that it has not begun.
         self._waiting: dict[Resource, deque[tuple[Action, Callable[[], None]]]] = {}
         self._error: StageError | None = None
-        #: Guards the two fields above; notified when one of them changes.
+        #: Guards the two fields above; notified when one of them changes, and after each task.
         self._changed = threading.Condition()
         self._is_raised = threading.Event()
 
@@ -62,6 +62,8 @@ class BackgroundThreads:
                 work()
             except Exception as error:
                 self._note(action, error)
+            with self._changed:
+                self._changed.notify_all()
 
     def _note(self, action: Action, error: Exception) -> None:
         where = f"process {self._process}, stage {action.stage}, action {action}, in a background thread"
@@ -82,11 +84,15 @@ class BackgroundThreads:
             self._is_raised.set()
             raise self._error
 
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait until a task has made something true, or raise the first error of a thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: is_done() or self._error is not None)
+        self.check()
+
     def finish(self) -> None:
         """Wait until all tasks are done, or raise the first error of a thread."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._error is not None)
-        self.check()
+        self.wait_until(lambda: not self._waiting)
 
     def reset(self) -> None:
         """After a failed step, drop the tasks that have not begun; in a single process, wait for those that run."""

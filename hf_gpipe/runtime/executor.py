@@ -132,7 +132,7 @@ class Executor:
                     received |= incoming.channel.receive(incoming.key)
                     for channel, key in incoming.arrived:
                         channel.arrived(key)
-                if planned.wait is not None and not planned.received:
+                if planned.wait is not None:
                     planned.wait(step, planned)
                 # 2. Compute.
                 mark(action, device)

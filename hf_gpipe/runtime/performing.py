@@ -99,7 +99,7 @@ def perform(kind: ActionKind, run: Run, wait: Callable[[Step, Planned], None] | 
 
     Args:
         run: what an action of the kind does; it returns {} where it sends nothing.
-        wait: what it waits for before that, unless it receives a message.
+        wait: what it waits for before that, once its messages have come.
     """
     PERFORMED[kind] = Performed(run, wait)
 

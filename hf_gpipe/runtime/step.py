@@ -81,7 +81,7 @@ class Performed(NamedTuple):
 
     run: Run
     wait: Callable[[Step, Planned], None] | None = None
-    """Waits before an action runs that receives no message."""
+    """Waits before an action runs, once its messages have come."""
 
 
 class ModeState:

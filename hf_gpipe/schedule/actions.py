@@ -25,11 +25,11 @@ from hf_gpipe.schedule.kinds import (
     kind_of,
 )
 
-TEXT_VERSION = 9
+TEXT_VERSION = 10
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
 Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights,
-version 5 groups, version 6 L and D, version 7 S and T, version 8 shared stages, version 9 H, O and P; a text of
-an earlier version means the same in it."""
+version 5 groups, version 6 L and D, version 7 S and T, version 8 shared stages, version 9 H, O and P,
+version 10 A; a text of an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")

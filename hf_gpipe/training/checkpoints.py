@@ -227,6 +227,7 @@ class Checkpoints:
     def check_state(self, run: RunState) -> None:
         """Raise CheckpointError for a value of the optimizer, its scheduler or the data that cannot be saved."""
         if self._saves and not self._args.save_only_model:
+            self._pipe.weights.late.make()
             check_state(self._trainer.made_optimizer(), self._trainer.lr_scheduler, run)
 
     def begin(self, run: RunState) -> None:

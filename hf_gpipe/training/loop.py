@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,8 +130,11 @@ class TrainingLoop:
             with self._stop_request, advising(self._pipe.plan, self._pipe.world.worker):
                 self._run_epochs()
                 self._end_save()
+            self._pipe.weights.late.make()
             return self._finish()
         except BaseException as error:
+            with suppress(Exception):  # the cause is `error`
+                self._pipe.weights.late.make()
             self._checkpoints.give_up(error, self._args.stop_seconds)
             raise
 
@@ -238,6 +242,8 @@ class TrainingLoop:
             return
         if self._control.should_log:
             self._log()
+        if self._control.should_evaluate or self._control.should_save:
+            self._pipe.weights.late.make()
         if self._control.should_evaluate:
             self._evaluate()
         if self._control.should_save:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.libraries.transformers_trainer import AdafactorSchedule
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, treats_elements_alone
@@ -131,20 +132,25 @@ def keep_state_on_disk(trainer: TrainerInterface) -> None:
 def updated_parameters(trainer: TrainerInterface) -> dict[str, torch.nn.Parameter]:
     """The parameters that the optimizer of this process updates, by name."""
     masters = trainer.master_weights
-    return dict(trainer.pipe.named_parameters()) if masters is None else masters.copies
+    return dict(trainer.pipe.weights.named_parameters()) if masters is None else masters.copies
 
 
-def step_stage(trainer: TrainerInterface, stage: int) -> None:
+def step_stage(trainer: TrainerInterface, stage: int, options: Sequence[Mapping[str, Any]] | None = None) -> None:
     """Step the optimizer for the parameters of a stage alone, while other gradients may come and go in another thread.
 
     Other parameters are hidden behind parameters without gradient, so that each parameter keeps its place in its group.
+
+    Args:
+        trainer: the trainer.
+        stage: the stage.
+        options: the options of each group, such as its learning rate; None: the present ones.
     """
     updated, optimizer = updated_parameters(trainer), trainer.made_optimizer()
     own = {updated[name] for name in trainer.pipe.weights.names_of(stage) if name in updated}
     absent, groups = torch.nn.Parameter(torch.empty(0)), optimizer.param_groups
     optimizer.param_groups = [
-        {**group, "params": [parameter if parameter in own else absent for parameter in group["params"]]}
-        for group in groups
+        {**own_options, "params": [parameter if parameter in own else absent for parameter in group["params"]]}
+        for group, own_options in zip(groups, options or groups, strict=True)
     ]
     try:
         optimizer.step()
@@ -160,8 +166,40 @@ def step_all(trainer: TrainerInterface) -> None:
     if not by_stage or weights.shards_of(optimizer) is not None:
         optimizer.step()
         return
-    for stage in trainer.pipe.models:
+    for stage in weights.models:
         step_stage(trainer, stage)
+
+
+def step_late(trainer: TrainerInterface, number: int) -> None:
+    """Do what `step_all` does, but let the stages whose trained weights visit wait for the next step's forwards.
+
+    Args:
+        trainer: the trainer. What an update reads is as it is now: the gradients, the learning rate, the loss's scale.
+        number: of this step, for an error of a stage's update.
+    """
+    late, groups = trainer.pipe.weights.late, trainer.made_optimizer().param_groups
+    options = [
+        {name: copy.copy(value) if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in groups
+    ]
+
+    def update(stage: int, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        try:
+            step_stage(trainer, stage, options)
+        except Exception as error:
+            raise StageError(f"stage {stage}, update of step {number}: {type(error).__name__}: {error}") from error
+        finally:
+            for parameter in gradients:
+                parameter.grad = None
+
+    for stage, parameters in late.parameters.items():
+        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+        late.add(stage, partial(update, stage, gradients))
+    step_all(trainer)
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -189,6 +227,7 @@ def prepare_optimizer(trainer: TrainerInterface, num_steps: int) -> Optimizer:
         # Parameters of other processes are left out, where it was made of all parameters of the whole model.
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
     check_optimizer(trainer.optimizer, updated_parameters(trainer).values())
+    trainer.optimizer.register_state_dict_pre_hook(lambda _: trainer.pipe.weights.late.make())
     warn_of_lost_updates(trainer)
     shard_optimizer(trainer)
     if trainer.master_weights is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE
@@ -31,6 +31,7 @@ from hf_gpipe.libraries.transformers_trainer import (
 )
 from hf_gpipe.losses.loss import Reads
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training import progress
 from hf_gpipe.training.accelerator_view import AcceleratorView
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import name_of_callback
@@ -49,6 +50,12 @@ def in_lists(metrics: Any) -> Any:
     if isinstance(metrics, Mapping):
         return {name: in_lists(value) for name, value in metrics.items()}
     return metrics.tolist() if hasattr(metrics, "tolist") else metrics
+
+
+def _may_read_weights(callback: TrainerCallback, event: str) -> bool:
+    """Whether a callback does something at an event, and is neither transformers' nor shows progress alone."""
+    module = getattr(callback, event).__module__
+    return not module.startswith("transformers.") and module != progress.__name__
 
 
 class TrainerInterface:
@@ -191,6 +198,8 @@ class TrainerInterface:
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""
+        if any(_may_read_weights(callback, event) for callback in self.callback_handler.callbacks):
+            self.pipe.weights.late.make()
         try:
             self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
         except Exception as error:

@@ -18,7 +18,7 @@ from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loss_scaling import SMALLEST
-from hf_gpipe.training.optim import step_all, step_stage, takes_metric
+from hf_gpipe.training.optim import step_all, step_late, step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -42,12 +42,29 @@ def updates_in_backward(trainer: TrainerInterface) -> bool:
     nothing reads all stages' gradients before it. Every process calls it, and all get the same answer."""
     if not trainer.pipe.steps.can_update_beside or trainer.updates_per_step > 1 or _needs_numbers(trainer):
         return False
-    own = (
+    return all(trainer.pipe.world.gather_objects(_updates_stages_alone(trainer)))
+
+
+def _updates_stages_alone(trainer: TrainerInterface) -> bool:
+    """Whether this process may update one stage after another, because nothing sees the middle of an update."""
+    return (
         trainer.optimizer is not None
         and treats_parameters_alone(trainer.optimizer)
         and not any(callbacks_of_update(trainer.callback_handler.callbacks))
     )
-    return all(trainer.pipe.world.gather_objects(own))
+
+
+def make_update(trainer: TrainerInterface, step: int) -> None:
+    """Step the optimizer; stages whose trained weights visit wait for the next step's forwards, where that is exact.
+
+    Args:
+        trainer: the trainer.
+        step: the number of the step.
+    """
+    if _updates_stages_alone(trainer):
+        step_late(trainer, step)
+    else:
+        step_all(trainer)
 
 
 def _needs_numbers(trainer: TrainerInterface) -> bool:
@@ -168,7 +185,7 @@ class Updates:
             is_applied = self.note(self.trainer.state.global_step + 1, float(loss), self._clipped(norm))
         self.trainer.fire("on_pre_optimizer_step")
         if is_applied and not is_done:
-            step_all(self.trainer)
+            make_update(self.trainer, self.trainer.state.global_step + 1)
         self.trainer.fire("on_optimizer_step")
         self.rate = float(optimizer.param_groups[0]["lr"])
         if is_applied and not takes_metric(scheduler):
@@ -176,8 +193,9 @@ class Updates:
 
     def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Make an update that is not the last of its step: the rate stays, and nothing is logged."""
-        if self._is_applied(self.trainer.state.global_step + 1, float(loss), self._clipped(norm)):
-            step_all(self.trainer)
+        step = self.trainer.state.global_step + 1
+        if self._is_applied(step, float(loss), self._clipped(norm)):
+            make_update(self.trainer, step)
 
     def _clipped(self, norm: torch.Tensor) -> float:
         """Divide the gradients by the loss's scale and clip them. Returns the norm of the gradient before clipping."""

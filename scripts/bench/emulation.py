@@ -28,11 +28,13 @@ from hf_gpipe.modes.divided_head import runtime as divided_head
 from hf_gpipe.modes.divided_head.edges import connect_head
 from hf_gpipe.modes.visits import runtime as visiting
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
+from hf_gpipe.modes.visits.late_updates import LATE_UPDATE
 from hf_gpipe.modes.visits.relays import connect_relays
 from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.late_updates import LateUpdates
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.stage import Stage
@@ -200,7 +202,8 @@ class _Pipeline:
         rows = {world.worker: stages}
         modes = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
         visits: Any = WaitingVisits(setting.costs, most_loaded(self.table)[world.worker])
-        modes[visiting.NAME] = visiting.State(rows, {world.worker: visits}, connect_relays(world))
+        self.late = LateUpdates()
+        modes[visiting.NAME] = visiting.State(rows, {world.worker: visits}, connect_relays(world), late=self.late)
         if self.table.has_turns:
             parts: Any = {number: WaitingHead(setting.table, setting.seconds, number, boundary) for number in own}
             of_head = connect_head(world, lambda name: boundary.dtype)
@@ -211,6 +214,8 @@ class _Pipeline:
         self.earlier: Callable[[], torch.Tensor] | None = None
         self.own = self.table.placement.stages_of(world.worker)
         self.update_seconds = float(cast(Any, setting.costs.update_seconds))
+        late: Any = setting.costs.of(LATE_UPDATE)[1] if LATE_UPDATE in self.table.kinds else 0.0
+        self.late_seconds = float(late)
         count = self.table.num_micro_batches
         inputs: dict[str, Any] = {}
         self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
@@ -219,7 +224,7 @@ class _Pipeline:
         def reduce(_: StepResult) -> None:
             if self.replicas is not None:
                 self.replicas.finish()
-            if self.update_seconds and HOST_UPDATE not in self.table.kinds:
+            if (self.update_seconds or self.late_seconds) and HOST_UPDATE not in self.table.kinds:
                 # Gradients of all stages are complete.
                 self.world.barrier()
             if is_one_of_several:
@@ -238,3 +243,5 @@ class _Pipeline:
             times.extend(run(reduce=reduce, update_stage=lambda *_: wait(self.update_seconds)).times)
         else:
             times.extend(run(reduce=reduce, update=lambda: wait(len(self.own) * self.update_seconds)).times)
+            for stage in self.own if self.late_seconds else ():
+                self.late.add(stage, partial(wait, self.late_seconds))

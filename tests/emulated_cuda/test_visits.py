@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_gpipe.modes.visits import weights as visits
 from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.modes.visits.visit import DROP
 from hf_gpipe.modes.visits.weights import VisitingWeights
+from hf_gpipe.training import updates
 from tests.emulated_cuda.comparing import assert_near, gathered
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.happens_before import checking
@@ -298,6 +300,48 @@ def test_the_host_waits_once_in_a_step() -> None:
             pipe.train_step(batch)
     assert len(counts.synchronisations) <= 1, str(counts)
     assert not counts.pageable_copies, str(counts)
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        ("cuda:0", {}),
+        ("cuda:0", {"offload_pinned": False, "gradient_accumulation_steps": 2}),
+        ("cuda:0", {"resident_stages": 2, "fp32_master_weights": True}),
+        ("cuda:0,cuda:1", {"fp16": True}),
+    ],
+)
+@on_emulated_cuda()
+def test_updates_beside_forwards(tmp_path: Path, device: str, options: dict[str, Any]) -> None:
+    """To the last bit those of updates at the end of a step; a thread loads a stage whose L has come before its A."""
+    loads: list[bool] = []
+    load = VisitingWeights.load
+
+    def noted(self: VisitingWeights, stage: int) -> None:
+        loads.append(threading.current_thread() is threading.main_thread())
+        load(self, stage)
+
+    VisitingWeights.load = noted  # type: ignore[method-assign]
+    found = []
+    for name in ("late", "last"):
+        loads.clear()
+        dtype = torch.bfloat16 if "fp32_master_weights" in options else torch.float32
+        made = trainer(
+            tmp_path / name,
+            model=plain_model(config_of("llama"), dtype=dtype),
+            **{"family": "llama", "use_cpu": False, "num_stages": 6, "max_steps": 4, "max_grad_norm": 0.05},
+            **{"schedule": "breadth_first", "offload_weights": "all", "devices": device.split(",")} | options,
+        )
+        made.train()
+        found.append(({n: p.detach().clone() for n, p in made.pipe.named_parameters()}, made.state.log_history[:-1]))
+        assert (False in loads) == (name == "late")
+        updates._updates_stages_alone = lambda _: False
+    kept = [
+        [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in log if "loss" in entry]
+        for _, log in found
+    ]
+    assert kept[0] == kept[1]
+    assert all(torch.equal(tensor, found[1][0][name]) for name, tensor in found[0][0].items())
 
 
 @pytest.mark.parametrize("fp32_master_weights", [False, True])

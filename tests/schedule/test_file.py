@@ -137,7 +137,7 @@ def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
     [
         ("table: 9\n", "", "line 1: found 'schedule: mine', expected .* table:"),
         ("table: 9", "table: 10", "line 1: .* of version '10', .* reads versions 1, 2, 3, 4, 5, 6, 7, 8 and 9"),
-        ("1F1", "1Q1", "line 7: '1Q1': Q is not a kind of action in version 9"),
+        ("1F1", "1Q1", "line 7: '1Q1': Q is not a kind of action in version 10"),
         ("1F1", "1 F1", "line 7: '1' is not an action"),
         ("1U", "1U5", "line 7: .*1U5 on process 1: the steps are 0 to 0"),
         (" 1B0", "", "line 7: .*1B0 is missing from process 1; it must occur exactly once"),

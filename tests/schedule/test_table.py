@@ -40,14 +40,14 @@ def test_text_that_is_not_an_action(text: str) -> None:
 @pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("1A3", "A")])
 def test_a_kind_that_this_version_does_not_have(text: str, kind: str) -> None:
     with pytest.raises(
-        ScheduleError, match=f"'{text}': {kind} is not .* version 9 .* has F, R, B, I, W, G, U, O, P, D, L, H, S, T"
+        ScheduleError, match=f"'{text}': {kind} is not .* version 10 .* has F, R, B, I, W, G, U, O, P, D, L, H, S, T"
     ):
         Action.parse(text)
 
 
 @pytest.mark.parametrize("text", ["2F", "2I", "2W"])
 def test_only_a_reduction_and_an_update_stand_without_a_micro_batch(text: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 9 of the table's text"):
+    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 10 of the table's text"):
         Action.parse(text)
 
 
@@ -189,7 +189,7 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
         (
             "placement: 0 1",
             "placement: 0,x 1",
-            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 9",
+            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 10",
         ),
         ("placement: 0 1", "placement: 0, 1", "^line 5: placement: found '0, 1'"),
         ("placement: 0 1", "placement: 0,0 1", "^line 5: placement: the replicas of stage 0 .*none twice"),

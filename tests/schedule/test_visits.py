@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.modes.visits.table import check_visits, most_loaded, stages_that_stay, with_visits
+from hf_gpipe.modes.visits.table import check_visits, most_loaded, stages_that_stay, with_late_updates, with_visits
 from hf_gpipe.modes.visits.visit import DROP, LOAD, visits
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.actions import Action
@@ -35,6 +35,32 @@ def test_the_text_of_a_table() -> None:
     ]
     assert Schedule.from_text(f"{table}") == table
     assert with_visits(table) is table
+
+
+def test_late_updates() -> None:
+    """At the head of a row, and each load of a stage waits for its own."""
+    table = with_late_updates(with_visits(breadth_first(6, 2, 2)))
+    check_table(table)
+    assert with_late_updates(table) is table
+    assert Schedule.from_text(f"{table}") == table
+    rows = f"{table}".splitlines()[-2:]
+    assert rows[0].startswith("process 0: 0A 2A 4A 0L 2L 0F0 0F1 0D 4L 2F0")
+    assert rows[1].startswith("process 1: 1A 3A 5A 1L 3L 1F0")
+    assert rows[1].endswith("1D1 1U 3U 5U")
+    timeline = simulate(table, Costs(1, 2, others={"A": 3}))
+    starts = {f"{span.action}": (span.start, span.end) for span in timeline.spans}
+    assert [starts[word] for word in ("0A", "2A", "4A", "0F0")] == [(0, 3), (3, 6), (6, 9), (3, 4)]
+    # The stages 0 and 1 run while 2 and 3 are updated, and these while 4 and 5 are.
+    assert [starts[word][0] for word in ("1F0", "2F0", "3F0", "4F0")] == [4, 6, 7, 9]
+    assert timeline.total_seconds == simulate(table, Costs(1, 2)).total_seconds + 9 - 2 * 2
+    with pytest.raises(ScheduleError, match="0L comes before 0A, which it needs, on process 0"):
+        check_table(Schedule.from_text(f"{table}".replace("0A 2A 4A 0L", "2A 4A 0L 0A")))
+    with pytest.raises(ScheduleError, match="1A on process 1: A updates a stage that this process alone loads"):
+        check_table(
+            with_visits(breadth_first(6, 2, 2), frozenset({1})).from_text(
+                f"{with_visits(breadth_first(6, 2, 2), frozenset({1}))}".replace("process 1: ", "process 1: 1A ")
+            )
+        )
 
 
 @settings(deadline=None)

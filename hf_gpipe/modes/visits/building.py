@@ -79,7 +79,14 @@ class Builder(ModeBuilder):
             )
         frozen = {p for own in visits.values() for p in own.parameters if not p.requires_grad}
         building.parameters.ties.leave_out(frozen)
-        return State(rows, visits, connect_relays(world), self._memory, world.own_workers)
+        late = building.parameters.late
+        if visitors == "all" and self._memory is None:
+            late.parameters = {
+                stage: [parameter for parameter in own if parameter.requires_grad]
+                for of_worker in visits.values()
+                for stage, own in of_worker.visiting.items()
+            }
+        return State(rows, visits, connect_relays(world), self._memory, world.own_workers, late)
 
 
 def _check_shared_stages(decision: Decision) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hf_gpipe.modes.visits.late_updates import LATE_UPDATE
 from hf_gpipe.modes.visits.table import most_loaded
 from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.planner.layout import Layout
@@ -95,7 +96,7 @@ def hosted(layout: Layout, number: int) -> Parameters | None:
 
 
 def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
-    """The seconds of L and D of each stage: all its weights that visit come, and what is trained goes back."""
+    """The seconds of L, D and A of each stage: all its weights that visit come, and what is trained goes back."""
     if layout.settings.visits.offload_weights is None:
         return {}
     sums, count = layout.sums, layout.num_updating
@@ -103,6 +104,7 @@ def seconds(layout: Layout) -> dict[ActionKind, list[float]]:
     return {
         LOAD: [sums.copy_seconds(size.num_bytes, count) for size in sizes],
         DROP: [sums.copy_seconds(size.trainable_bytes, count) for size in sizes],
+        LATE_UPDATE: [_late_seconds(layout, number) for number in range(len(layout.stages))],
     }
 
 
@@ -110,8 +112,26 @@ def host_update_seconds(layout: Layout, number: int, owned: Parameters) -> float
     """The seconds of an update where all weights visit: gradients and weights travel in their visits."""
     if layout.settings.visits.offload_weights != "all" or stays(layout, number):
         return None
-    # The norm is of the gradients that come, which become master weights' gradients; these become the weights.
-    inputs = layout.inputs
-    coming = (1 + 2 * inputs.fp32_master_weights) * owned.trainable_bytes
-    moved = inputs.moved_bytes(owned, layout.sums.costs.dtype) + coming
+    # The norm is of the gradients that come. A is the rest of a late update.
+    moved = owned.trainable_bytes + (0 if _is_late(layout, number) else _updated_bytes(layout, owned))
     return moved / layout.processes.device.host.process_rate(layout.num_updating)
+
+
+def _is_late(layout: Layout, number: int) -> bool:
+    return layout.table.num_actions(number, LATE_UPDATE) > 0
+
+
+def _late_seconds(layout: Layout, number: int) -> float:
+    """The seconds of A of a stage: its update in CPU memory, and all of its state on a disk is read and written."""
+    if not _is_late(layout, number):
+        return 0.0
+    host, count = layout.processes.device.host, layout.num_updating
+    owned = layout.sums.owned(*layout.stages[number].run)
+    on_disk = 2 * layout.disk_bytes(number) / host.disk_rate(count)
+    return _updated_bytes(layout, owned) / host.process_rate(count) + on_disk
+
+
+def _updated_bytes(layout: Layout, owned: Parameters) -> float:
+    """The bytes that an optimizer's step moves. Gradients become those of master weights, which become the weights."""
+    inputs = layout.inputs
+    return inputs.moved_bytes(owned, layout.sums.costs.dtype) + 2 * inputs.fp32_master_weights * owned.trainable_bytes

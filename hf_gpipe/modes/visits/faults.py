@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
+from hf_gpipe.modes.visits.late_updates import faults_of_late_updates
 from hf_gpipe.modes.visits.visit import DROP, LOAD
 from hf_gpipe.schedule import groups
 from hf_gpipe.schedule.actions import Action
@@ -18,6 +19,7 @@ def faults(schedule: Schedule) -> Iterator[Fault]:
     """Yield them."""
     yield from _of_shared_stages(schedule)
     yield from _of_host_updates(schedule)
+    yield from faults_of_late_updates(schedule)
     yield from _of_visits(schedule)
 
 

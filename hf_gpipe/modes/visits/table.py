@@ -20,6 +20,7 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.modes.visits import round_robin as round_robin
 from hf_gpipe.modes.visits.faults import faults as faults
 from hf_gpipe.modes.visits.host_updates import with_updates_beside as with_updates_beside
+from hf_gpipe.modes.visits.late_updates import with_late_updates as with_late_updates
 from hf_gpipe.modes.visits.visit import DROP, LOAD, visits
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.placement import Placement
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # settings are made after tables
 
 
 def complete(schedule: Schedule, config: DecidedConfig) -> Schedule:
-    """The table with L and D, where weights visit.
+    """The table with L and D, where weights visit, and with A, where trained ones do.
 
     Raises:
         ScheduleError: the table of a file lets weights of other stages visit.
@@ -43,7 +44,8 @@ def complete(schedule: Schedule, config: DecidedConfig) -> Schedule:
             f"the table {schedule.name!r} loads stage {other[0]} (L), and with resident_stages "
             f"{config.visits.resident_stages} its weights stay; leave its L and D out, or resident_stages."
         )
-    return with_visits(schedule, stay)
+    visiting = with_visits(schedule, stay)
+    return with_late_updates(visiting) if config.visits.offload_weights == "all" else visiting
 
 
 def stages_that_stay(placement: Placement, count: int) -> frozenset[int]:

@@ -107,6 +107,7 @@ class VisitingWeights:
 
     Attributes:
         hosted_bytes: of these weights, of each stage.
+        visiting: the parameters that visit, of each stage, in order.
         parameters: all that visit.
     """
 
@@ -122,24 +123,24 @@ class VisitingWeights:
     ) -> None:
         models = {number: model for number, model in models.items() if stages is None or number in stages}
         if memory is None:
-            self._visiting = {
+            self.visiting = {
                 stage: _visiting(model, visitors, keeps_shared=keeps_shared) for stage, model in models.items()
             }
         else:
-            self._visiting = {stage: _parameters(model) for stage, model in models.items()}
+            self.visiting = {stage: _parameters(model) for stage, model in models.items()}
         self._memory, self._is_pinned = memory, is_pinned
         #: The shared memory of the gradients of shared stages.
         self._gradients = {} if memory is None else {n: memory.gradients(n, model) for n, model in models.items()}
         self._models = models
         self._devices = {stage: model.device for stage, model in models.items()}
-        self.hosted_bytes = {stage: sum(aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
+        self.hosted_bytes = {stage: sum(aligned(p.nbytes) for p in own) for stage, own in self.visiting.items()}
         counts: defaultdict[nn.Parameter, int] = defaultdict(int)
-        for own in self._visiting.values():
+        for own in self.visiting.values():
             for parameter in own:
                 counts[parameter] += 1
         self.parameters = frozenset(counts)
         # A tied weight is in the buffer of each stage that uses it.
-        self._tied = {stage: [p for p in own if counts[p] > 1] for stage, own in self._visiting.items()}
+        self._tied = {stage: [p for p in own if counts[p] > 1] for stage, own in self.visiting.items()}
         self._free: defaultdict[torch.device, deque[_Buffer]] = defaultdict(deque)
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._there: dict[int, _Loaded] = {}
@@ -153,7 +154,7 @@ class VisitingWeights:
         device = self._devices[stage]
         # The one that has been free for longest (`Visit.after`).
         buffer = self._free[device].popleft() if self._free[device] else self._new_buffer(device)
-        homes = {parameter: parameter.data for parameter in self._visiting[stage]}
+        homes = {parameter: parameter.data for parameter in self.visiting[stage]}
         for parameter in self._tied[stage]:
             for other in self._there.values():
                 homes[parameter] = other.homes.get(parameter, homes[parameter])
@@ -329,7 +330,7 @@ class VisitingWeights:
     @contextmanager
     def visit(self, stage: int) -> Iterator[None]:
         """Context manager in which the weights of a stage are there, outside of a table. Others always are."""
-        if stage not in self._visiting:
+        if stage not in self.visiting:
             yield
             return
         self.load(stage)

@@ -86,13 +86,14 @@ def _shorter(plan: Plan) -> dict[str, float]:
     """The seconds of a step in which updates, copies or messages take no time."""
     layout, table = plan.layout, plan.timeline.schedule
     costs, stages = costs_of_table(layout), range(table.num_stages)
+    others: dict[Any, Any] = {**(costs.others or {})}
     is_on_host = any(layout.host_update_seconds(number) is not None for number in stages)
     place = " on the disk" if any(map(layout.disk_bytes, stages)) else " in CPU memory" * is_on_host
-    without = {f"the update{place}": replace(costs, update_seconds=0.0)}
+    no_updates = others | {kind: 0.0 for kind in KINDS.values() if kind.changes_weights}
+    without = {f"the update{place}": replace(costs, update_seconds=0.0, others=no_updates)}
     for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies and kind in table.kinds):
-        others: dict[Any, Any] = {**(costs.others or {})}
-        others |= {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
-        without[f"copies of {things}"] = replace(costs, others=others)
+        no_copies = others | {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
+        without[f"copies of {things}"] = replace(costs, others=no_copies)
     messages = replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, turn_transfer_seconds=0.0)
     without["messages and reductions"] = messages
     return {what: float(simulate(table, less).total_seconds) / table.num_steps for what, less in without.items()}
