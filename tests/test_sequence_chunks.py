@@ -465,7 +465,9 @@ def test_one_row_fills_the_pipeline_as_micro_batches_would(chunks: int) -> None:
     ],
 )
 def test_a_table_in_another_order_is_an_error(row: str, message: str) -> None:
-    text = f"table: 9\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0\nchunks: 2\nprocess 0: {row}\n"
+    text = (
+        f"table: 10\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0\nchunks: 2\nprocess 0: {row}\n"
+    )
     with pytest.raises(ScheduleError, match=message):
         check_table(Schedule.from_text(text))
 

@@ -22,7 +22,7 @@ from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pip
 #: Three stages on two processes, the first and the last of them together; micro-batch 1 goes first, stage 2 keeps two
 #: graphs of three, and a recomputation stands far before its backward.
 ODD = """\
-table: 9
+table: 10
 schedule: odd
 num_stages: 3
 num_micro_batches: 3
@@ -32,7 +32,7 @@ process 1: 1F1 1F0 1R0 1B1 1F2 1B0 1B2 1U
 """
 #: The same order of work for one process.
 ALONE = """\
-table: 9
+table: 10
 schedule: odd, alone
 num_stages: 3
 num_micro_batches: 3

@@ -2,7 +2,7 @@
 
 This is the table of GPipe with two stages, two micro-batches and recomputation:
 
-    table: 9
+    table: 10
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2

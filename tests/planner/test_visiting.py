@@ -13,6 +13,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model.companion import OpenCompanion
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.modes.visits.host_updates import HOST_UPDATE
+from hf_gpipe.modes.visits.late_updates import LATE_UPDATE
 from hf_gpipe.modes.visits.search import open_visitors, visiting_ways, way
 from hf_gpipe.modes.visits.visit import LOAD
 from hf_gpipe.partition.cluster import Cluster
@@ -81,11 +82,30 @@ def test_state_on_a_disk_takes_no_memory_of_the_host() -> None:
         assert in_memory.hosted_bytes == [(2 + 8) * 40 * MIB] * 2
         # Gradients of the master weights are there for one stage.
         assert on_disk.hosted_bytes == [2 * 40 * MIB + 2 * 10 * MIB] * 2
-        more = on_disk.processes[0].time.update - in_memory.processes[0].time.update
-        assert more == pytest.approx(2 * 6 * 40 / 4)
+        updating = [
+            sum(span.busy for span in plan.timeline.by_process[0] if span.action.kind.part == "update")
+            for plan in (on_disk, in_memory)
+        ]
+        assert updating[0] - updating[1] == pytest.approx(2 * 6 * 40 / 4)
         assert "480 MiB in all" in host_lines(on_disk)["disk"]
     offloaded = planner(half, **inputs, offload_optimizer=True, state_on_disk=True).plan(settings((8,)))
     assert [(own.offloaded, own.on_disk) for own in offloaded.on_hosts] == [(2 * 80 * MIB, 6 * 80 * MIB)]
+
+
+def test_late_updates_are_hidden_by_forwards() -> None:
+    """U has the norm alone. Of the rest a step takes what is longer than the forwards of the stages before."""
+    host = replace(SLOW, bytes_per_second=80.0 * MIB, process_bytes_per_second=40.0 * MIB)
+    plan = with_host(planner(blocks(8), optim="adamw_torch"), host).plan(dealt((1,) * 8, 1, schedule="breadth_first"))
+    time, spans = plan.processes[0].time, plan.timeline.by_process[0]
+    assert time.update == pytest.approx(80 / 40)
+    late = [span for span in spans if span.action.kind == LATE_UPDATE]
+    assert [span.action.stage for span in late] == [*range(8)]
+    # Weights, gradients and two moments are read and written.
+    assert sum(span.busy for span in late) == pytest.approx(2 * 4 * 80 / 40)
+    loads = {span.action.stage: span.start for span in reversed(spans) if span.action.kind == LOAD}
+    assert all(loads[span.action.stage] >= span.end for span in late)
+    forwards = {span.action.stage: span.start for span in reversed(spans) if span.action.kind == "F"}
+    assert forwards[0] < late[-1].start
 
 
 def test_updates_beside_backwards_owners_and_messages() -> None:

@@ -210,7 +210,7 @@ def test_the_page_draws_the_real_tables() -> None:
 
 
 GOOD = """
-table: 9
+table: 10
 schedule: mine
 num_stages: 2
 num_micro_batches: 3

@@ -27,7 +27,7 @@ from tests.schedule.cases import Recompute, placements, schedules
 F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 
 MINE = """\
-table: 9
+table: 10
 schedule: mine
 num_stages: 2
 num_micro_batches: 2
@@ -113,7 +113,7 @@ def test_a_table_has_no_more_micro_batches_than_it_has() -> None:
 
 def test_the_tables_of_the_documentation_are_valid() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8").splitlines()
-    start = lines.index("table: 9")
+    start = lines.index("table: 10")
     text = "\n".join(lines[start : start + 7])
     assert Schedule.from_text(text) == build("1f1b", 2, 3, recompute="none")
     (edited,) = (line for line in lines[start + 7 :] if line.startswith("process 0:"))
@@ -135,8 +135,8 @@ def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("table: 9\n", "", "line 1: found 'schedule: mine', expected .* table:"),
-        ("table: 9", "table: 10", "line 1: .* of version '10', .* reads versions 1, 2, 3, 4, 5, 6, 7, 8 and 9"),
+        ("table: 10\n", "", "line 1: found 'schedule: mine', expected .* table:"),
+        ("table: 10", "table: 11", "line 1: .* of version '11', .* reads versions 1, 2, 3, 4, 5, 6, 7, 8, 9 and 10"),
         ("1F1", "1Q1", "line 7: '1Q1': Q is not a kind of action in version 10"),
         ("1F1", "1 F1", "line 7: '1' is not an action"),
         ("1U", "1U5", "line 7: .*1U5 on process 1: the steps are 0 to 0"),

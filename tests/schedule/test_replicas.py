@@ -32,7 +32,7 @@ F, R, B, G, U = FORWARD, RECOMPUTE, BACKWARD, REDUCE, UPDATE
 UNEVEN = ([2, 1], [1, 2], [1, 3], [3, 1, 2], [2, 2, 1], [4, 3, 2, 1])
 
 ONE_TWO = """\
-table: 9
+table: 10
 schedule: 1f1b
 num_stages: 2
 num_micro_batches: 4
@@ -189,7 +189,7 @@ def test_text_of_replicas() -> None:
 
 def test_a_text_of_version_1_means_the_same() -> None:
     table = build("gpipe", 2, 3)
-    assert Schedule.from_text(table.text().replace("table: 9", "table: 1")) == table
+    assert Schedule.from_text(table.text().replace("table: 10", "table: 1")) == table
 
 
 def test_a_replica_without_a_micro_batch_still_reduces() -> None:
@@ -311,7 +311,7 @@ def test_only_the_messages_between_two_workers_keep_an_order() -> None:
 
 def test_reductions_stand_in_one_order_on_all_workers() -> None:
     crossed = (
-        "table: 9\nschedule: crossed\nnum_stages: 2\nnum_micro_batches: 2\nplacement: 0,1 0,1\n"
+        "table: 10\nschedule: crossed\nnum_stages: 2\nnum_micro_batches: 2\nplacement: 0,1 0,1\n"
         "process 0: 0F0 1F0 1B0 0B0 1G 0G 0U 1U\nprocess 1: 0F1 1F1 1B1 0B1 0G 1G 0U 1U\n"
     )
     with pytest.raises(ScheduleError, match="reductions wait for each other: process 0 at 1G; process 1 at 0G"):

@@ -128,7 +128,7 @@ def test_costs_that_do_not_fit(costs: Costs, message: str) -> None:
 
 def test_a_table_that_deadlocks_has_no_time() -> None:
     crossed = Schedule.from_text(
-        "table: 9\nschedule: crossed\nnum_stages: 2\nnum_micro_batches: 1\nplacement: 0 0\nprocess 0: 1F0 0F0"
+        "table: 10\nschedule: crossed\nnum_stages: 2\nnum_micro_batches: 1\nplacement: 0 0\nprocess 0: 1F0 0F0"
     )
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(crossed, Costs(1, 2))

@@ -13,7 +13,7 @@ from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 
 TEXT = """\
-table: 9
+table: 10
 schedule: mine
 num_stages: 2
 num_micro_batches: 2
@@ -56,7 +56,7 @@ def test_a_table_that_cannot_be_run(old: str, new: str, message: str) -> None:
 
 def test_w_of_every_micro_batch_comes_before_the_reduction() -> None:
     text = (
-        "table: 9\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0,1\n"
+        "table: 10\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0,1\n"
         "process 0: 0F0 0I0 0W0 0G 0U\nprocess 1: 0F1 0I1 0W1 0G 0U\n"
     )
     check_table(Schedule.from_text(text))

@@ -18,7 +18,7 @@ from tests.schedule.cases import schedules
 def table(*processes: str, num_stages: int = 2, num_micro_batches: int = 1, placement: str | None = None) -> Schedule:
     places = placement or " ".join(map(str, range(len(processes))))
     lines = [
-        "table: 9",
+        "table: 10",
         "schedule: by hand",
         f"num_stages: {num_stages}",
         f"num_micro_batches: {num_micro_batches}",
