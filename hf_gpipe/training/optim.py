@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -179,7 +178,7 @@ def step_late(trainer: TrainerInterface, number: int) -> None:
     """
     late, groups = trainer.pipe.weights.late, trainer.made_optimizer().param_groups
     options = [
-        {name: copy.copy(value) if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         for group in groups
     ]
 

@@ -61,7 +61,7 @@ def make_update(trainer: TrainerInterface, step: int) -> None:
         trainer: the trainer.
         step: the number of the step.
     """
-    if _updates_stages_alone(trainer):
+    if trainer.pipe.weights.late.parameters and _updates_stages_alone(trainer):
         step_late(trainer, step)
     else:
         step_all(trainer)
