@@ -183,6 +183,22 @@ def test_a_pipeline_that_is_read_after_a_step_has_its_update(tmp_path: Path, rea
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True) if one.device.type != "meta")
 
 
+def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    """A schedule changes it in place, while updates wait that are to have it as it was."""
+    found = []
+    for changes in (False, True):
+        trainer = made(tmp_path / str(changes), **COMES, optim="adamw_torch")
+        optimizer = optim.prepare_optimizer(trainer, 10)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(1e-2)
+        batch = trainer.data_collator([CausalRows()[i] for i in range(4)])
+        trainer.pipe.train_on([batch], None, lambda loss, norm, t=trainer: optim.step_late(t, 1))
+        for group in optimizer.param_groups if changes else ():
+            group["lr"].fill_(1.0)
+        found.append(weights(trainer))
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
 def _saved(pipe: Any, folder: Path) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
