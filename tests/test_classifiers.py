@@ -28,11 +28,12 @@ from transformers import (
     T5ForSequenceClassification,
 )
 
-from hf_gpipe import Pipeline
+from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.adapters.classifiers import ONE_CLASS
 from hf_gpipe.errors import CheckpointError, DataError, UnsupportedModelError, UserError
 from tests.oracle import VOCABULARY, Batch, Result, assert_same, run_pipeline
-from tests.training.toy import trainer
+from tests.trainers.test_embeddings import ROWS, words
+from tests.training.toy import Recorder, trainer
 
 _COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
 _LLAMA: dict[str, Any] = {**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
@@ -196,6 +197,59 @@ def test_the_trainer_learns_classes_and_gives_logits(tmp_path: Path) -> None:
     made.args.predict_with_generate = True
     with pytest.raises(UserError, match="LlamaForSequenceClassification has no head for tokens, and cannot generate"):
         made.evaluate()
+
+
+def test_pairs_are_learnt_as_by_a_cross_encoder(tmp_path: Path) -> None:
+    """Twenty steps of sentence-transformers' own trainer, in float64, with the binary cross-entropy of a score."""
+    library = pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    scores = {"positive": 1.0, "negative": 0.2}
+    pairs = [(row["anchor"], row[name], score) for row in ROWS for name, score in scores.items()]
+    tokenizer = words()
+    start = plain("bert", num_labels=1, problem_type=MULTI, vocab_size=len(tokenizer))
+    start.save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    common: dict[str, Any] = {"max_steps": 20, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    common |= {"per_device_train_batch_size": 6, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    reranker = library.CrossEncoder(str(tmp_path / "start"), device="cpu", model_kwargs={"dtype": torch.float64})
+    recorder = Recorder()
+    theirs = library.CrossEncoderTrainer(
+        model=reranker,
+        args=library.CrossEncoderTrainingArguments(
+            output_dir=str(tmp_path / "theirs"), report_to="none", disable_tqdm=True, **common
+        ),
+        train_dataset=Dataset.from_list([{"query": a, "text": b, "label": score} for a, b, score in pairs]),
+        loss=BinaryCrossEntropyLoss(reranker),
+        callbacks=[recorder],
+    )
+    theirs.get_batch_sampler = lambda dataset, batch_size, drop_last, **others: BatchSampler(
+        SequentialSampler(dataset), batch_size, drop_last
+    )
+    theirs.train()
+    rows = [{**tokenizer(a, b), "labels": [score]} for a, b, score in pairs]
+    made = PipelineTrainer(
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "start", dtype="float64"),
+        PipelineTrainingArguments(
+            output_dir=str(tmp_path / "ours"),
+            num_stages=2,
+            num_micro_batches=3,
+            train_sampling_strategy="sequential",
+            **common,
+        ),
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
+    made.train()
+    losses = [line["loss"] for line in made.state.log_history if "loss" in line]
+    assert losses == pytest.approx(recorder.losses, abs=1e-6, rel=0)
+    assert len(losses) == 20
+    made.save_model(str(tmp_path / "saved"))
+    saved = library.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    texts = [(a, b) for a, b, _ in pairs]
+    np.testing.assert_allclose(saved.predict(texts), reranker.predict(texts), rtol=0, atol=1e-6)
 
 
 def test_refusals() -> None:

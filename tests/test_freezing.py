@@ -19,7 +19,6 @@ from transformers import MarianMTModel, PegasusConfig, PegasusForConditionalGene
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.losses.loss import PLAIN
 from hf_gpipe.model.clone import Batch, padded_batch
 from hf_gpipe.model.reference import MICRO_BATCHES, Step, plain_step
 from hf_gpipe.model.trainable import TrainableLayers
@@ -77,7 +76,7 @@ def in_stages(pipe: Pipeline, batch: Batch | None) -> Step:
 def made_anew(pipe: Pipeline) -> Pipeline:
     """A pipeline whose model was frozen since: as if it had been made now, in a tenth of the time."""
     pipe.weights.trainable = TrainableLayers.of(pipe.adapter, pipe.models, pipe.world)
-    pipe.stages.update({n: pipe.weights.trainable.stage(own, PLAIN) for n, own in pipe.models.items()})
+    pipe.stages.update({n: pipe.weights.trainable.stage(own) for n, own in pipe.models.items()})
     return pipe
 
 

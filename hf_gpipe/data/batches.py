@@ -6,9 +6,11 @@ So every process and every resumed run computes the same mini-batches.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
 from hf_gpipe.data.deterministic import stable_random
 
@@ -68,6 +70,39 @@ def distinct_batches(
                 present[number].update(keys[row])
                 break
     return batches
+
+
+def drawn_batches(num_examples: int, batch_size: int, generator: torch.Generator, *, drop_last: bool) -> BatchSampler:
+    """`shuffled_batches` as torch's own samplers draw them, once the first is asked for, by a shared generator."""
+    return BatchSampler(RandomSampler(range(num_examples), generator=generator), batch_size, drop_last)
+
+
+def mixed_batches(
+    of_datasets: Sequence[Iterable[list[int]]],
+    counts: Sequence[int],
+    starts: Sequence[int],
+    generator: torch.Generator,
+    *,
+    in_turn: bool,
+) -> Iterator[list[int]]:
+    """The mini-batches of several datasets, each of rows of one of them, in the order of sentence-transformers.
+
+    Args:
+        of_datasets: the mini-batches of each dataset, of the indices of its rows.
+        counts: the number of mini-batches of each.
+        starts: what is added to the indices of each dataset.
+        generator: draws the order, before the mini-batches of any dataset are asked for.
+        in_turn: whether the datasets take turns until one has no other mini-batch; False: in proportion to the counts.
+    """
+    batches = [iter(own) for own in of_datasets]
+    if in_turn:
+        for turn in zip(*batches, strict=False):
+            for start, batch in zip(starts, turn, strict=False):
+                yield [start + row for row in batch]
+        return
+    owners = [number for number, count in enumerate(counts) for _ in range(count)]
+    for number in SubsetRandomSampler(owners, generator=generator):
+        yield [starts[number] + row for row in next(batches[number])]
 
 
 def num_token_batches(tokens: Sequence[int], size: int) -> int:

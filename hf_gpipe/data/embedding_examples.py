@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,6 +18,8 @@ from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.rows import ReadRow
 from hf_gpipe.errors import DataError, listed
 
+#: The entry of an example, and of a mini-batch, that numbers its loss where datasets have different ones.
+LOSS_NUMBER = "loss_number"
 #: Columns with the score of a row, as in sentence-transformers.
 _SCORES = ("score", "scores", "label", "labels")
 
@@ -100,6 +102,21 @@ class EmbeddingCollator(PairCollator):
         return self.of_ids(texts) | {"labels": scores.repeat_interleave(self.texts)}
 
 
+@dataclass(frozen=True)
+class NumberedCollator:
+    """Mini-batches of examples whose datasets have different losses: `collators` has one for each number of a loss.
+
+    Returns the mini-batch of the collator, and its number as loss_number (N k,).
+    """
+
+    collators: Sequence[Callable[[Sequence[Mapping[str, Any]]], Mapping[str, torch.Tensor]]]
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        number = rows[0][LOSS_NUMBER]
+        batch = self.collators[number](rows)
+        return {**batch, LOSS_NUMBER: torch.full((len(batch["labels"]),), number)}
+
+
 class EmbeddingExamples(EncodedRows):
     """A dataset of {"text_ids": [...], "text_lengths": [...], "score": [s]}, kept in the cache of `datasets`.
 
@@ -113,12 +130,16 @@ class EmbeddingExamples(EncodedRows):
         texts: of each example; None: as many as the first one has.
         prompts: as for `embedded_of`.
 
+    Attributes:
+        loss_number: the number of its loss among those of its trainer, which each example then has; None: there is one.
+
     Raises:
         DataError: a row of another form, or a text of which the tokenizer leaves no token.
     """
 
     _name, columns, _numbers = "embeddings", ("text_ids", "text_lengths", "score"), ("score",)
     _what, _dropped, collator = "examples", "", EmbeddingCollator
+    loss_number: int | None = None
 
     def __init__(
         self,
@@ -137,6 +158,10 @@ class EmbeddingExamples(EncodedRows):
         texts = self._cut(read.where, row["texts"])
         score = math.nan if row["score"] is None else row["score"]
         return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        row = super()._row(index)
+        return row if self.loss_number is None else {**row, LOSS_NUMBER: self.loss_number}
 
     @property
     def lengths(self) -> list[int]:

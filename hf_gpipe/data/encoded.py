@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -50,6 +52,34 @@ class Columns(ABC):
         if not 0 <= number < len(self):
             raise IndexError(index)
         return self._row(number)
+
+
+class SeveralDatasets(Columns):
+    """Several datasets as one, their rows one after the other; a mini-batch has rows of one of them.
+
+    Args:
+        datasets: each by its name.
+        in_turn: whether the datasets give mini-batches in turn until one of them has no other; False: all of them are
+            drawn, in random order.
+    """
+
+    def __init__(self, datasets: Mapping[str, Any], *, in_turn: bool = False) -> None:
+        self.datasets, self.in_turn = dict(datasets), in_turn
+        #: The number of the first row of each dataset, and that of all rows.
+        self.starts = [0, *accumulate(map(len, self.datasets.values()))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        number = bisect(self.starts, index) - 1
+        row: dict[str, Any] = [*self.datasets.values()][number][index - self.starts[number]]
+        return row
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the rows of all datasets."""
+        return [length for dataset in self.datasets.values() for length in dataset.lengths]
 
 
 class EncodedRows(Columns):

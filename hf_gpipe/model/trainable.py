@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
-from hf_gpipe.losses.loss import Loss
 from hf_gpipe.runtime.stage import Stage
 
 
@@ -47,14 +46,14 @@ class TrainableLayers:
             layers.update(of_process[1])
         return cls(adapter, [layers[number] for number in range(len(adapter.layers))], own, parameters)
 
-    def stage(self, model: StageModel, loss: Loss, make: Callable[..., Stage] = Stage) -> Stage:
+    def stage(self, model: StageModel, make: Callable[..., Stage] = Stage) -> Stage:
         """A stage of this process, which sends the gradients that a trained layer needs; `make` has the arguments of
         `Stage`."""
 
         def wants_gradient(boundary: int) -> Mapping[str, bool]:
             return self.adapter.wants_gradient(boundary, self.layers)
 
-        return make(model, wants_gradient, loss)
+        return make(model, wants_gradient)
 
     def check(self, models: Mapping[int, StageModel]) -> None:
         """Raise UserError if a `requires_grad` has changed since, or nothing or a quantised model is trained."""

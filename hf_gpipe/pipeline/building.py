@@ -82,7 +82,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     def stage_of(number: int, model: StageModel) -> Stage:
         makes = (mode.stage_type(number) for mode in modes.values())
         make = next((make for make in makes if make is not None), Stage)
-        return parameters.trainable.stage(model, decision.loss, make)
+        return parameters.trainable.stage(model, make)
 
     rows = {worker: {n: stage_of(n, model) for n, model in own.items()} for worker, own in building.run_by.items()}
     stages = {n: rows[worker][n] for n, worker in world.own_workers.items()}

@@ -165,7 +165,7 @@ class Forwards:
     def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
         micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():
-            if self.decision.loss.compares_units and not options.is_likelihood_only:
+            if not options.is_likelihood_only:
                 with torch.no_grad():
                     micro_batches = self.compared(micro_batches)
             outputs = self.executor.run(self._table(len(micro_batches)), micro_batches, options).outputs
@@ -217,15 +217,17 @@ class Forwards:
                 stage.model.model.train()
 
     def compared(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with what a first pass finds, for a loss that compares units."""
-        loss, last = self.decision.loss, self.decision.config.num_stages - 1
+        """The micro-batches with what a first pass finds, where their loss compares units."""
+        if not any(micro_batch.loss.compares_units for micro_batch in micro_batches):
+            return micro_batches
+        last = self.decision.config.num_stages - 1
         with self.keeping_random_state():
             own = self._rows(micro_batches, StepOptions(is_first_pass=True))
         if last not in self.stages:
             return micro_batches
         rows = gathered_rows(own, micro_batches, partial(self.parameters.replicas.total, last))
         dtype = next((vectors.dtype for vectors in own.values()), rows.dtype)
-        return with_comparison(micro_batches, rows.to(dtype), loss, self.stages[last].device)
+        return with_comparison(micro_batches, rows.to(dtype), self.stages[last].device)
 
     def _rows(self, micro_batches: list[MicroBatch], options: StepOptions) -> dict[int, torch.Tensor]:
         """The rows of each micro-batch as the loss reads them, (B, E), by its number, where this process has it."""

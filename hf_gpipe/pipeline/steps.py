@@ -205,9 +205,7 @@ class Steps:
             )
         self.parameters.replicas.begin()
         self.parameters.ties.begin()
-        micro_batches = self._micro_batches(batches, self.step)
-        if self.decision.loss.compares_units:
-            micro_batches = self.forwards.compared(micro_batches)
+        micro_batches = self.forwards.compared(self._micro_batches(batches, self.step))
         numbers: list[LossAndNorm] = []
         squares: list[torch.Tensor] = []
         table = self.decision.table_of_step(len(micro_batches), micro_batches[0].group_size, update_stage is not None)

@@ -92,10 +92,12 @@ def make_micro_batches(
         raise DataError("there is no mini-batch to run on")
     parts: _Parts = []
     owners: list[int] = []
+    losses: list[Loss] = []
     num_rows = 0
     for number, given in enumerate(batches):
         # The code below reads values, and on a GPU each read would wait for the device.
         batch = {name: tensor.cpu() for name, tensor in given.items()}
+        own = loss.of_batch(batch)
         adapter.check_keys(batch)
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
@@ -109,20 +111,18 @@ def make_micro_batches(
             parts += _of_documents(adapter, batch, cutting, partial(mix, seed, step), len(parts))
         else:
             seed_of = partial(mix, seed, step, key("row"))
-            parts += _of_rows(adapter, batch, cutting, loss.rows_per_unit, seed_of, num_rows)
+            parts += _of_rows(adapter, batch, cutting, own.rows_per_unit, seed_of, num_rows)
         num_rows += len(batch["labels"])
+        losses += [own] * (len(parts) - len(owners))
         owners += [number] * (len(parts) - len(owners))
-    for inputs, _ in parts:
-        loss.check_inputs(adapter, inputs)
-    targets = [adapter.targets(inputs) for inputs, _ in parts]
-    num_units, num_tokens = (
-        max(1, sum(int(number(target).sum()) for target in targets)) for number in (loss.row_units, loss.row_tokens)
-    )
+    for (inputs, _), own in zip(parts, losses, strict=True):
+        own.check_inputs(adapter, inputs)
+    targets = [(own, adapter.targets(inputs)) for (inputs, _), own in zip(parts, losses, strict=True)]
+    counts = max(1, sum(int(own.row_units(target).sum()) for own, target in targets)), len(parts)
+    num_tokens = max(1, sum(int(own.row_tokens(target).sum()) for own, target in targets))
     micro_batches: Sequence[MicroBatch] = [
-        MicroBatch(
-            first + i, inputs, mix(seed, step, i), num_units, len(parts), (step, owner), rows, num_tokens=num_tokens
-        )
-        for i, ((inputs, rows), owner) in enumerate(zip(parts, owners, strict=True))
+        MicroBatch(first + i, inputs, mix(seed, step, i), *counts, (step, owner), rows, num_tokens=num_tokens, loss=own)
+        for i, ((inputs, rows), owner, own) in enumerate(zip(parts, owners, losses, strict=True))
     ]
     for cutter in cutting.further:
         micro_batches = cutter.cut(micro_batches, adapter)

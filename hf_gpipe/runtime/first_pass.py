@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.losses.loss import ROW_GRADIENTS, UNIT_LOSSES, Loss
+from hf_gpipe.losses.loss import ROW_GRADIENTS, UNIT_LOSSES
 from hf_gpipe.runtime.micro_batch import MicroBatch
 
 
@@ -45,23 +45,24 @@ def gathered_rows(
     return total(torch.cat(parts))
 
 
-def with_comparison(
-    micro_batches: Sequence[MicroBatch], rows: torch.Tensor, loss: Loss, device: torch.device
-) -> list[MicroBatch]:
+def with_comparison(micro_batches: Sequence[MicroBatch], rows: torch.Tensor, device: torch.device) -> list[MicroBatch]:
     """The same micro-batches; their inputs also have each unit's loss, and its gradient with respect to each row's
-    vector.
+    vector. Micro-batches whose loss compares no units stay as they are. If gradients are disabled, they are 0.
 
     Args:
         micro_batches: the micro-batches of a step or of an evaluation.
         rows: the vectors of `Loss.embed` for all rows, (N, E), on the CPU, in the dtype of the comparison.
-        loss: compares the units of each mini-batch. If gradients are disabled, as in evaluation, they are 0 here.
         device: the device of the comparison.
     """
     parts = iter(rows.split([micro_batch.num_rows for micro_batch in micro_batches]))
-    compared = []
+    compared: list[MicroBatch] = []
     for _, group in groupby(micro_batches, key=lambda micro_batch: micro_batch.mini_batch):
         members = list(group)
-        leaf = torch.cat([next(parts) for _ in members]).to(device).requires_grad_(torch.is_grad_enabled())
+        vectors, loss = [next(parts) for _ in members], members[0].loss
+        if not loss.compares_units:
+            compared += members
+            continue
+        leaf = torch.cat(vectors).to(device).requires_grad_(torch.is_grad_enabled())
         labels = _joined([member.inputs["labels"] for member in members]).to(device)
         losses = loss.of_mini_batch(members[0].mini_batch, is_training=torch.is_grad_enabled()).compare(leaf, labels)
         gradients = torch.autograd.grad(losses.sum(), leaf)[0] if leaf.requires_grad else torch.zeros_like(leaf)

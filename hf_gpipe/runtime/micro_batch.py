@@ -11,6 +11,7 @@ import torch
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.modules.dropout import NoisyRows
 from hf_gpipe.adapters.modules.head import DeferredLogits
+from hf_gpipe.losses.loss import PLAIN, Loss
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -43,6 +44,7 @@ class MicroBatch:
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
         mini_batch: the number of the step, or of the evaluation, and that of its mini-batch in it.
         group_size: how many consecutive micro-batches depend on each other, of which it is one (`Placement`).
+        loss: of its mini-batch.
         shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
@@ -55,6 +57,7 @@ class MicroBatch:
     rows: NoisyRows = NoisyRows()
     group_size: int = 1
     num_tokens: int = 1
+    loss: Loss = PLAIN
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod

@@ -53,7 +53,6 @@ class Stage:
     Args:
         model: the stage's layers.
         wants_gradient: boundary -> for each tensor that crosses it, whether an earlier stage needs its gradient.
-        loss: what it reads is computed on the last stage.
 
     Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
@@ -61,16 +60,10 @@ class Stage:
         shared: what micro-batches leave to others between their first F and their last B or I.
     """
 
-    def __init__(
-        self,
-        model: StageModel,
-        wants_gradient: Callable[[int], Mapping[str, bool]],
-        loss: Loss = PLAIN,
-    ) -> None:
+    def __init__(self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]]) -> None:
         self.model = model
         self.trainable_inputs = {} if model.is_first else wants_gradient(model.start)
         self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
-        self.loss = loss
         self._live: dict[int, _Live] = {}
         #: The parts of the weight gradients of each micro-batch between its I and W.
         self._kept: dict[int, list[Product]] = {}
@@ -199,8 +192,9 @@ class Stage:
             adds to the loss before this is divided by the number of units; the number of its units, "num_units" (B,);
             and, if there is one, the "auxiliary_loss" () of all rows.
         """
-        options, name = context.options, context.micro_batch.mini_batch
-        loss = PLAIN if options.is_likelihood_only else self.loss.of_mini_batch(name, is_training=False)
+        options, micro_batch = context.options, context.micro_batch
+        own = PLAIN if options.is_likelihood_only else micro_batch.loss
+        loss = own.of_mini_batch(micro_batch.mini_batch, is_training=False)
         with torch.no_grad():
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
@@ -286,7 +280,7 @@ class Stage:
             name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
         }
         micro_batch = context.micro_batch
-        loss = self.loss.of_mini_batch(micro_batch.mini_batch, is_training=True)
+        loss = micro_batch.loss.of_mini_batch(micro_batch.mini_batch, is_training=True)
         with self.model.batch_norms.of_micro_batch(micro_batch.index):
             outputs, deferred, read = self._forward(loss, context, received)
         if self.is_last:

@@ -263,10 +263,10 @@ class RewardsSection(RewardOptions):
 class EmbeddingOptions(LossOptions):
     """The options of the loss of embeddings."""
 
-    loss_type: Literal["multiple_negatives", "triplet", "cosine"] = "multiple_negatives"
+    loss_type: Literal["multiple_negatives", "triplet", "cosine", "cosent"] = "multiple_negatives"
     """multiple_negatives: the model learns to find an anchor's own text among the texts of all rows of the mini-batch
     (InfoNCE); triplet: to place the negative further away than the positive; cosine: to give two texts their score as
-    cosine."""
+    cosine; cosent: to give the two texts of a row with a higher score a higher cosine."""
 
     pooling: Literal["auto", "mean", "cls", "lasttoken"] = "auto"
     """How hidden states become an embedding. mean: the mean of the tokens; cls: the first token, for encoders only;
@@ -274,10 +274,11 @@ class EmbeddingOptions(LossOptions):
     mean."""
 
     texts: Count | None = None
-    """Number of texts in a row: 2, or more with negatives; null: 2, and 3 for triplet."""
+    """Number of texts in a row: 2, or more with negatives; null: 2, and 3 for triplet; for a trainer's
+    multiple_negatives as many as the rows have."""
 
-    scale: Annotated[Positive, ReadBy(("multiple_negatives",))] = 20.0
-    """multiple_negatives: factor of the cosines, the inverse of a temperature."""
+    scale: Annotated[Positive, ReadBy(("multiple_negatives", "cosent"))] = 20.0
+    """multiple_negatives, cosent: factor of the cosines, the inverse of a temperature."""
 
     margin: Annotated[Positive, ReadBy(("triplet",))] = 5.0
     """triplet: by how much the negative shall be further away than the positive."""

@@ -5,13 +5,14 @@ A unit is an example: an anchor, then its positive and perhaps negatives, or two
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from tokenizers import normalizers
@@ -24,23 +25,35 @@ from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.sentence_files import PROMPTS_FILE, SentenceFiles
 from hf_gpipe.data.collate import tokens_of
-from hf_gpipe.data.embedding_examples import EmbeddingCollator, EmbeddingExamples, embedded_of
+from hf_gpipe.data.embedding_examples import (
+    LOSS_NUMBER,
+    EmbeddingCollator,
+    EmbeddingExamples,
+    NumberedCollator,
+    embedded_of,
+)
+from hf_gpipe.data.encoded import SeveralDatasets
 from hf_gpipe.data.rows import Read
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UserError, listed
 from hf_gpipe.from_recipe.held_out import HeldOut, HeldOutReport
 from hf_gpipe.from_recipe.tasks import Task
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.libraries.transformers import source_of
+from hf_gpipe.libraries.transformers_trainer import FIELDS_OF_JSON
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.settings.losses import EmbeddingOptions, EmbeddingsSection
 from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.section import Text, keys_of
 from hf_gpipe.trainers.arguments import TaskArguments
 from hf_gpipe.trainers.sentence_model import SentenceModel
-from hf_gpipe.trainers.trainer import TaskTrainer, as_class
+from hf_gpipe.trainers.trainer import TaskTrainer, as_class, each
 from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.predicting import shared_batches
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -83,7 +96,8 @@ class EmbeddingLoss(NotingLoss):
         loss_type: "multiple_negatives": -log softmax(scale * cos(anchor, .)) at the anchor's own positive, among the
             positives and negatives of all examples of the mini-batch (InfoNCE, arXiv 1705.00652 and 1807.03748);
             "triplet": max(0, d(anchor, positive) - d(anchor, negative) + margin) (arXiv 1503.03832); "cosine": the
-            square of cos(first, second) - score (arXiv 1908.10084).
+            square of cos(first, second) - score (arXiv 1908.10084); "cosent": log(1 + sum exp(scale * (cos_i - cos_j)))
+            over all two examples i and j of the mini-batch of which j has the higher score.
         matryoshka_dims: embeddings are cut to their first entries, and normalised (arXiv 2205.13147).
     """
 
@@ -95,6 +109,9 @@ class EmbeddingLoss(NotingLoss):
     def __init__(self, *options: Any, **by_name: Any) -> None:
         super().__init__(*options, **by_name)
         given = self.options
+        #: What a model and its rows decide.
+        self._open = {"pooling": given.pooling == AUTO, "normalizes": given.normalizes is None}
+        self._open |= {"texts": given.texts is None and given.loss_type == "multiple_negatives"}
         self.options = given.replace(
             pooling="mean" if given.pooling == AUTO else given.pooling,
             texts=given.num_texts,
@@ -102,8 +119,9 @@ class EmbeddingLoss(NotingLoss):
             matryoshka_weights=given.matryoshka_weights or (),
             normalizes=bool(given.normalizes),
         )
-        self.rows_per_unit, self.compares_units = given.num_texts, given.loss_type == "multiple_negatives"
-        least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(given.loss_type, (2, math.inf))
+        self.rows_per_unit, self.compares_units = given.num_texts, given.loss_type in ("multiple_negatives", "cosent")
+        self.needs_score = given.loss_type in ("cosine", "cosent")
+        least, most = {"triplet": (3, 3), "multiple_negatives": (2, math.inf)}.get(given.loss_type, (2, 2))
         if not least <= given.num_texts <= most:
             expected = f"{least}" if least == most else f"{least} or more"
             raise UserError(
@@ -112,6 +130,20 @@ class EmbeddingLoss(NotingLoss):
         dims, weights = self.options.matryoshka_dims, self.options.matryoshka_weights
         if weights and len(weights) != len(dims or ()):
             raise UserError(f"matryoshka_weights={weights}: expected one for each of matryoshka_dims={dims}")
+
+    def decided(self, **options: Any) -> EmbeddingLoss:
+        """The loss with the pooling, the normalisation and the number of texts of a model and its rows, where it leaves
+        these open.
+
+        Raises UserError where the rows have another number of texts than the loss.
+        """
+        texts = options.get("texts", self.rows_per_unit)
+        if not self._open["texts"] and texts != self.rows_per_unit:
+            raise UserError(
+                f"the rows have {texts} texts, and a row of loss_type={self.options.loss_type!r} has "
+                f"{self.rows_per_unit}; give other rows or another loss, or set texts to {texts}"
+            )
+        return self.replace(**{name: value for name, value in options.items() if self._open[name]})
 
     def check_model(self, adapter: Adapter) -> None:
         if self.options.pooling == "cls" and is_causal(adapter.reference):
@@ -142,8 +174,14 @@ class EmbeddingLoss(NotingLoss):
 
     def _of_size(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         anchor, positive, *negatives = rows.view(-1, self.rows_per_unit, rows.shape[1]).unbind(dim=1)
-        if self.options.loss_type == "cosine":
-            return (F.cosine_similarity(anchor, positive) - labels.view(-1, 2)[:, 0].to(rows)) ** 2
+        if self.needs_score:
+            cosines, scores = F.cosine_similarity(anchor, positive), labels.view(-1, 2)[:, 0].to(rows)
+            if self.options.loss_type == "cosine":
+                return (cosines - scores) ** 2
+            differences = self.options.scale * (cosines[:, None] - cosines)
+            wrong = differences.masked_fill(scores[:, None] >= scores, -math.inf)
+            # It is one number, and so the mean over examples is.
+            return F.pad(wrong.flatten(), (1, 0)).logsumexp(dim=0).expand(len(anchor))
         if self.options.loss_type == "triplet":
             distance = _DISTANCES[self.options.distance]
             near, far = distance(anchor, positive), distance(anchor, negatives[0])
@@ -154,6 +192,57 @@ class EmbeddingLoss(NotingLoss):
         own = torch.arange(len(anchor), device=rows.device)
         self._note((scores.argmax(dim=1) == own).double())
         return F.cross_entropy(scores, own, reduction="none")
+
+
+class EmbeddingLosses(EmbeddingLoss):
+    """The losses of several datasets: a mini-batch names its own by its number, the entry loss_number.
+
+    Its options, and the loss of a mini-batch without a number, are those of the loss of most texts.
+    """
+
+    entries = (LOSS_NUMBER,)
+
+    def __init__(self, losses: Sequence[EmbeddingLoss]) -> None:
+        if len(ways := {(loss.options.pooling, loss.options.normalizes): None for loss in losses}) > 1:
+            raise UserError(
+                f"the losses have the pooling and normalisation {listed(list(map(repr, ways)))}, and a model has one; "
+                "give all losses the same"
+            )
+        self.losses = tuple(losses)
+        self.widest = max(losses, key=lambda loss: loss.rows_per_unit)
+        super().__init__(**vars(self.widest.options))
+        self.compares_units = any(loss.compares_units for loss in losses)
+
+    def of_batch(self, batch: Mapping[str, torch.Tensor]) -> EmbeddingLoss:
+        return self.losses[int(batch[LOSS_NUMBER][0])] if LOSS_NUMBER in batch else self.widest
+
+    def check_model(self, adapter: Adapter) -> None:
+        for loss in self.losses:
+            loss.check_model(adapter)
+
+    def take(self, *, is_training: bool) -> torch.Tensor:
+        return torch.stack([loss.take(is_training=is_training) for loss in self.losses]).sum(dim=0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EmbeddingLosses) and self.losses == other.losses
+
+    def __hash__(self) -> int:
+        return hash(self.losses)
+
+    def __repr__(self) -> str:
+        return listed(list(map(repr, self.losses)))
+
+
+class _Section(EmbeddingsSection):
+    """The keys of a recipe, and what several datasets need."""
+
+    prompts: dict[Text, Text | dict[Text, Text]] | str | None = None  # type: ignore[assignment]  # it is wider
+    """Words that go before the texts of each column, such as {"anchor": "query: "}, or before all texts. Of several
+    datasets: also of each dataset by its name, or of each of its columns; null: none."""
+
+    multi_dataset_batch_sampler: Literal["proportional", "round_robin"] = "proportional"
+    """How mini-batches of several training datasets follow each other, each with rows of one of them. proportional: all
+    of all datasets, in random order; round_robin: in turn, until one dataset has no other."""
 
 
 @dataclass
@@ -170,7 +259,8 @@ class PipelineEmbeddingConfig(TaskArguments):
         AUTO, "Tokens of a text at most; None: any number; auto: as files of sentence-transformers say, or 512."
     )
     train_sampling_strategy: str = argument("random", "random, sequential, group_by_length or no_duplicates.")
-    _loss, section = EmbeddingLoss, EmbeddingsSection
+    _loss, section = EmbeddingLoss, _Section
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*FIELDS_OF_JSON, "prompts"]
 
     def check(self) -> None:
         if self.batch_sampler == "no_duplicates":
@@ -194,7 +284,11 @@ class PipelineEmbeddingTrainer(TaskTrainer):
             left out, or of PEFT adapters; its configuration; a model in memory of AutoModel; or a Pipeline made with
             `args.make_loss()` as its loss.
         data_collator: rows to a mini-batch; None: `EmbeddingCollator`.
-        train_dataset, eval_dataset: rows that `EmbeddingExamples` takes, or its examples.
+        train_dataset, eval_dataset: rows that `EmbeddingExamples` takes, or its examples; or a dict of several such
+            datasets by name, such as a DatasetDict. Each mini-batch of the training has rows of one of them.
+        loss: the loss, in place of the arguments' `loss_type` and its options, or a dict with one for each dataset's
+            name. None: as the arguments say. Where a loss leaves them open, the model decides `pooling` and
+            `normalizes`, and for "multiple_negatives" the rows decide `texts`.
         evaluator: an evaluator of sentence-transformers, or several, with or without an eval_dataset: a function of the
             model (`SentenceModel`), `output_path`, `epoch` and `steps` that returns metrics. Every process calls it.
         args, processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config: as for
@@ -206,10 +300,21 @@ class PipelineEmbeddingTrainer(TaskTrainer):
 
     _arguments, examples = PipelineEmbeddingConfig, EmbeddingExamples
     args: PipelineEmbeddingConfig
+    #: The different losses of the datasets; empty until the rows are known.
+    _losses: tuple[EmbeddingLoss, ...] = ()
+    #: The keys of `prompts` that name a dataset, or a column of one; None: no dataset has a name.
+    _used_prompts: set[str] | None = None
     #: The prefix of the metrics of evaluators in the evaluation under way; None: they have run.
     _prefix: str | None = None
 
-    def __init__(self, *given: Any, evaluator: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        loss: EmbeddingLoss | Mapping[str, EmbeddingLoss] | None = None,
+        evaluator: Any = None,
+        **options: Any,
+    ) -> None:
+        self._asked_loss = loss
         self.evaluators = evaluator if isinstance(evaluator, list | tuple) else [evaluator] if evaluator else []
         super().__init__(*given, **options)
         counts = self.world.gather_objects(len(self.evaluators))
@@ -225,6 +330,10 @@ class PipelineEmbeddingTrainer(TaskTrainer):
         **generation: Any,
     ) -> dict[str, float]:
         """Loss and metrics as of `PipelineTrainer.evaluate`, and the metrics of the evaluators."""
+        if not isinstance(eval_dataset, str):
+            prepared: list[Any] = []
+            self.world.from_main(lambda: prepared.append(each(eval_dataset, self._examples)), takes_long=True)
+            eval_dataset = prepared[0] if prepared else None
         self._prefix = metric_key_prefix if self.evaluators else None
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if self.evaluators and not self.world.from_main(lambda: dataset is not None):
@@ -259,6 +368,7 @@ class PipelineEmbeddingTrainer(TaskTrainer):
         return bool(self.evaluators) or is_own or self.overrides("get_eval_dataloader")
 
     def _prepare_data(self, model: Any) -> None:
+        self._check_asked()
         self._files, args = files_of(model), self.args
         is_ready = isinstance(model, Pipeline) and isinstance(model.loss, EmbeddingLoss)
         own = model.loss.options if is_ready else self._files
@@ -276,14 +386,133 @@ class PipelineEmbeddingTrainer(TaskTrainer):
             if self._tokenizer is not None:
                 lower_case(self._tokenizer)
         super()._prepare_data(model)
+        texts = self.world.from_main(self._texts_of_datasets)
+        self._losses = tuple(dict.fromkeys(self._loss_of(name, number) for name, number in texts))
+        if isinstance(self.train_dataset, SeveralDatasets):
+            self.train_dataset = self._several(each(self.train_dataset.datasets, self._numbered))
+        self.eval_dataset = each(self.eval_dataset, self._numbered)
+        if not isinstance(model, Pipeline):
+            self._given_loss = self._loss
 
-    def _options_of_examples(self) -> dict[str, Any]:
-        return {"prompts": self.args.prompts}
+    # ------------------------------------------------------------------ several datasets and losses
+
+    def _check_asked(self) -> None:
+        """Raise UserError for a `loss` that cannot be used, or that the datasets do not fit."""
+        if self._given_loss is not None:
+            raise UserError("compute_loss_func is not supported; give loss, such as loss=EmbeddingLoss('cosine')")
+        if (asked := self._asked_loss) is None:
+            return
+        for loss in asked.values() if isinstance(asked, Mapping) else [asked]:
+            if not isinstance(loss, EmbeddingLoss):
+                raise UserError(
+                    f"loss: found a {type(loss).__name__}; give an EmbeddingLoss, such as EmbeddingLoss('cosine')"
+                )
+        for name, key in keys_of(type(EmbeddingLoss.options)).items():
+            if (value := getattr(self.args, name)) != key.default:
+                raise UserError(f"{name}={value!r} is an option of the loss, and loss is given; set it in the loss")
+        if not isinstance(asked, Mapping):
+            return
+        names = listed(list(asked))
+        for part in ("train_dataset", "eval_dataset"):
+            if (dataset := getattr(self, part)) is None:
+                continue
+            if not isinstance(dataset, Mapping):
+                raise UserError(
+                    f"loss is a dict of {names}, and {part} is a {type(dataset).__name__}; give a dict with a dataset "
+                    "for each name"
+                )
+            if missing := [name for name in dataset if name not in asked]:
+                raise UserError(f"{part} has {missing[0]!r}, and loss is a dict of {names}; give each dataset a loss")
+
+    def _texts_of_datasets(self) -> list[tuple[str | None, int | None]]:
+        """The name of each dataset of the training and of the evaluation, and the number of its texts, if known."""
+        if self._used_prompts is not None and (unused := self.args.prompts.keys() - self._used_prompts):
+            raise UserError(f"prompts has {min(unused)!r}, which no dataset and no column is called; correct prompts")
+        found: list[tuple[str | None, int | None]] = []
+        for dataset in (self.train_dataset, self.eval_dataset):
+            parts = dataset.datasets if isinstance(dataset, SeveralDatasets) else dataset
+            each(parts, lambda rows, name: None if rows is None else found.append((name, _num_texts(rows))))
+        return found
+
+    def _loss_of(self, name: str | None, num_texts: int | None) -> EmbeddingLoss:
+        """The loss of a dataset of this name, whose rows have so many texts, if that is known."""
+        asked, args = self._asked_loss, self.args
+        if isinstance(asked, Mapping):
+            if name is None or name not in asked:
+                raise UserError(f"the dataset {name!r} has no loss, and loss is a dict of {listed(list(asked))}")
+            asked = asked[name]
+        elif asked is None:
+            asked = args.make_loss()
+        assert isinstance(asked, EmbeddingLoss)
+        texts = {} if num_texts is None else {"texts": num_texts}
+        return asked.decided(pooling=args.pooling, normalizes=args.normalizes, **texts)
+
+    @property
+    def _loss(self) -> EmbeddingLoss:
+        if not self._losses:
+            loss: EmbeddingLoss = super()._loss
+            return loss
+        return self._losses[0] if len(self._losses) == 1 else EmbeddingLosses(self._losses)
+
+    def _several(self, datasets: Mapping[str, Any]) -> SeveralDatasets:
+        return SeveralDatasets(datasets, in_turn=self.args.multi_dataset_batch_sampler == "round_robin")
+
+    def _examples(self, dataset: Any, name: str | None = None, *, is_training: bool = False) -> Any:
+        if not (is_training and isinstance(dataset, Mapping)):
+            return self._numbered(super()._examples(dataset, name, is_training=is_training), name)
+        if streams := [own for own, rows in dataset.items() if not has_index(rows)]:
+            raise UserError(
+                f"train_dataset[{streams[0]!r}] has no length, by which the datasets are drawn; give one that has rows "
+                "by index"
+            )
+        return self._several(each(dataset, self._examples))
+
+    def _numbered(self, examples: Any, name: str | None) -> Any:
+        """Examples that know the number of their loss, where there are several losses."""
+        if len(self._losses) < 2 or examples is None:
+            return examples
+        if not isinstance(examples, EmbeddingExamples):
+            raise UserError(
+                f"a dataset is a {type(examples).__name__}, and there are several losses; give rows of texts, which "
+                "become examples that know their loss"
+            )
+        if examples.loss_number is None or name is not None:
+            loss = self._loss_of(name, _num_texts(examples))
+            if loss not in self._losses:
+                raise UserError(
+                    f"a dataset with {_num_texts(examples)} texts needs the loss {loss}, and the trainer was made for "
+                    f"{self._loss}; give it the dataset as eval_dataset"
+                )
+            examples = copy.copy(examples)
+            examples.loss_number = self._losses.index(loss)
+        return examples
+
+    def _options_of_examples(self, dataset: Any, name: str | None) -> dict[str, Any]:
+        prompts = self.args.prompts
+        if not isinstance(prompts, Mapping):
+            return {"prompts": prompts}
+        nested = [own for own, prompt in prompts.items() if isinstance(prompt, Mapping)]
+        if name is None:
+            if nested:
+                raise UserError(f"prompts are of datasets, such as {nested[0]!r}; give a dict of datasets by name")
+            return {"prompts": prompts}
+        # Of several datasets each has columns of its own.
+        used = {name} if name in prompts else {*prompts} & {*dataset[0]} - {*nested}
+        self._used_prompts = (self._used_prompts or set()) | used
+        return {"prompts": prompts[name] if name in prompts else {column: prompts[column] for column in used}}
+
+    def _example(self, spec: ModelSpec) -> Any:
+        found = super()._example(spec)
+        rows = self._loss.rows_per_unit * self.args.per_device_train_batch_size
+        return replace(found, rows=rows) if isinstance(found, Workload) else found
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         return as_class(model, lambda config, is_saved: dict(as_embedder(config)))
 
     def _take_pipeline(self) -> None:
+        own = self.data_collator
+        if own is not None and len(self._losses) > 1 and not isinstance(own, NumberedCollator):
+            self.data_collator = NumberedCollator([own] * len(self._losses))
         super()._take_pipeline()
         if (adapter := self.pipe.adapter).has_head:
             raise UserError(
@@ -291,9 +520,9 @@ class PipelineEmbeddingTrainer(TaskTrainer):
                 "AutoModel"
             )
 
-    def _collator(self) -> EmbeddingCollator:
-        loss = self.args.make_loss()
-        return EmbeddingCollator(self._padding, loss.rows_per_unit, loss.options.loss_type == "cosine")
+    def _collator(self) -> Any:
+        of_each = [EmbeddingCollator(self._padding, loss.rows_per_unit, loss.needs_score) for loss in self._losses]
+        return of_each[0] if len(of_each) == 1 else NumberedCollator(of_each)
 
     def _write_beside_model(self, folder: Path) -> None:
         super()._write_beside_model(folder)
@@ -305,6 +534,11 @@ class PipelineEmbeddingTrainer(TaskTrainer):
 
 #: Tokens of a text at most, where nothing says it.
 _MAX_LENGTH = 512
+
+
+def _num_texts(examples: Any) -> int | None:
+    """The number of texts of the first example; None: there is none, or the examples are a stream."""
+    return len(examples[0]["text_lengths"]) if has_index(examples) and len(examples) else None
 
 
 def files_of(model: Any) -> SentenceFiles:
@@ -351,7 +585,7 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     score, number = torch.cat(scores).double(), len(anchor)
     values: dict[str, float] = {"num_examples": number}
     note = ""
-    if loss.options.loss_type == "cosine":
+    if loss.needs_score:
         # Rounding alone makes no difference of cosines.
         ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
         values["spearman"], note = math.nan, "it is not known: all cosines or all scores are equal"
@@ -378,6 +612,7 @@ def _ranks(values: torch.Tensor) -> torch.Tensor:
 
 class _Embeddings(Task):
     items, rows_in_words, evaluating = "examples", "examples of texts", "comparing the texts"
+    section = EmbeddingsSection
     head, trainer = "none", PipelineEmbeddingTrainer
 
     def reader(self, recipe: Recipe) -> Read:

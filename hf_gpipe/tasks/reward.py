@@ -148,7 +148,7 @@ class PipelineRewardTrainer(TaskTrainer):
     _arguments, examples = PipelineRewardConfig, RewardExamples
     args: PipelineRewardConfig
 
-    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
+    def _examples(self, dataset: Any, name: str | None = None, *, is_training: bool = False) -> Any:
         names = getattr(dataset, "column_names", None) or ()
         if {*_OLD_NAMES} <= {*names} and not {*_OLD_NAMES.values()} & {*names}:
             warnings.warn(
@@ -158,7 +158,7 @@ class PipelineRewardTrainer(TaskTrainer):
                 stacklevel=2,
             )
             dataset = dataset.rename_columns(_OLD_NAMES)
-        return super()._examples(dataset, is_training=is_training)
+        return super()._examples(dataset, name, is_training=is_training)
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         padding = None if self._tokenizer is None else self._padding

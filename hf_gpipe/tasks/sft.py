@@ -241,7 +241,7 @@ class PipelineSFTTrainer(TaskTrainer):
             return ImageTextCollator(padding)
         return SFTCollator(padding, self.args.packs_rows)
 
-    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
+    def _examples(self, dataset: Any, name: str | None = None, *, is_training: bool = False) -> Any:
         args = self.args
         packing = args.packing if is_training or args.eval_packing is None else args.eval_packing
         if isinstance(dataset, SFTExamples | ImageTextExamples | EncodedStream | None):

@@ -128,7 +128,7 @@ class ReferenceTrainer(TaskTrainer):
         args = self.args
         self.train_dataset = self._with_reference(reference, self.train_dataset, args.per_device_train_batch_size)
         given, size = by_name(self, self.eval_dataset), args.per_device_eval_batch_size
-        self.eval_dataset = each(given, lambda dataset: self._with_reference(reference, dataset, size))
+        self.eval_dataset = each(given, lambda dataset, _: self._with_reference(reference, dataset, size))
 
     def _lacks_columns(self, dataset: Any) -> bool:
         """Whether a dataset has rows, without the reference's log-probabilities. Raises UserError for a stream."""

@@ -84,6 +84,11 @@ class TaskTrainer(PipelineTrainer):
         return bool(getattr(self.pipe.adapter.config, "output_router_logits", False))
 
     @property
+    def _loss(self) -> Any:
+        """The loss that is asked for."""
+        return self.args.make_loss()
+
+    @property
     def _tokenizer(self) -> Any:
         """The tokenizer, which may be that of a processor; None: there is none."""
         given = self.processing_class
@@ -143,10 +148,10 @@ class TaskTrainer(PipelineTrainer):
 
     def _check_loss(self) -> None:
         """Raise UserError where a given Pipeline has another loss than the arguments ask for."""
-        if self.pipe.loss != (asked := self.args.make_loss()):
+        if self.pipe.loss != (asked := self._loss):
             raise UserError(
                 f"the given Pipeline has the loss {self.pipe.loss}, and the arguments ask for {asked}; make it with "
-                "loss=args.make_loss(), or give the model"
+                "that loss, or give the model"
             )
 
     # ------------------------------------------------------------------ the data
@@ -175,8 +180,11 @@ class TaskTrainer(PipelineTrainer):
             return None
         return read_tokenizer(source, trust_remote_code=getattr(self.args, "trust_remote_code", False))
 
-    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
-        """The examples of a dataset to train or to evaluate on, which may be examples already; None for None."""
+    def _examples(self, dataset: Any, name: str | None = None, *, is_training: bool = False) -> Any:
+        """The examples of a dataset to train or to evaluate on, which may be examples already; None for None.
+
+        `name`: that of one of several datasets.
+        """
         if dataset is None:
             return None
         if not has_index(dataset):
@@ -195,10 +203,11 @@ class TaskTrainer(PipelineTrainer):
             return dataset
         if self._tokenizer is None:
             raise UserError(f"processing_class is None; give the tokenizer, or a dataset of {kind.__name__}")
-        return kind(dataset, self._tokenizer, max_length=self.args.max_length, **self._options_of_examples())
+        options = self._options_of_examples(dataset, name)
+        return kind(dataset, self._tokenizer, max_length=self.args.max_length, **options)
 
-    def _options_of_examples(self) -> dict[str, Any]:
-        """More arguments of the class of the examples."""
+    def _options_of_examples(self, dataset: Any, name: str | None) -> dict[str, Any]:
+        """More arguments of the class of the examples, for a dataset and its name."""
         return {}
 
     def _streamed(self, rows: Any, *, is_training: bool) -> Any:
@@ -256,11 +265,11 @@ class TaskTrainer(PipelineTrainer):
         return {"aux_loss": total / count / weight} if count and weight else {}
 
 
-def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
-    """The result of a function for a dataset, or for each of a dict of several."""
+def each(datasets: Any, function: Callable[[Any, str | None], Any]) -> Any:
+    """The result of a function for a dataset and None, or for each of a dict of several and its name."""
     if isinstance(datasets, Mapping):
-        return {name: function(dataset) for name, dataset in datasets.items()}
-    return function(datasets)
+        return {name: function(dataset, name) for name, dataset in datasets.items()}
+    return function(datasets, None)
 
 
 def as_class(

@@ -23,11 +23,14 @@ from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.checkpoint.state import Place
 from hf_gpipe.data.batches import (
     distinct_batches,
+    drawn_batches,
     length_bucketed_batches,
+    mixed_batches,
     num_token_batches,
     shuffled_batches,
     token_batches,
 )
+from hf_gpipe.data.encoded import SeveralDatasets
 from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.recipe.batch_size import BatchSize
@@ -46,7 +49,8 @@ class MiniBatches:
     """The mini-batches of each epoch of a dataset.
 
     Attributes:
-        dataset: map-style (a length, and rows by index) or iterable.
+        dataset: map-style (a length, and rows by index) or iterable; or `SeveralDatasets`, of which a mini-batch has
+            rows of one.
         collate: rows -> a mini-batch.
         size: the size of a mini-batch. The last of an epoch may have fewer rows. With a size in tokens, all epochs of a
             map-style dataset have as many mini-batches as the rows of the first epoch make.
@@ -91,6 +95,9 @@ class MiniBatches:
 
     def count(self) -> int | None:
         """The number of mini-batches of an epoch; None if only reading the dataset tells."""
+        if isinstance(self.dataset, SeveralDatasets):
+            counts = self._counts
+            return min(counts) * len(counts) if self.dataset.in_turn else sum(counts)
         if not hasattr(self.dataset, "__len__"):
             return None
         if (size := self.size.known_rows) is None:
@@ -137,6 +144,8 @@ class MiniBatches:
 
     def _plan(self, epoch: int) -> list[list[int]]:
         """The rows of each mini-batch, by index."""
+        if isinstance(self.dataset, SeveralDatasets):
+            return self._mixed(self.dataset, epoch)
         size, drawn = self.size.known_rows, self._drawn(epoch)
         if self.order == "no_duplicates":
             keys, count = self._keys, self.count()
@@ -158,6 +167,25 @@ class MiniBatches:
         else:
             batches = [list(range(i, min(i + size, len(drawn)))) for i in range(0, len(drawn), size)]
         return [drawn[batch].tolist() for batch in self._without_rest(batches)]
+
+    @property
+    def _parts(self) -> list[MiniBatches]:
+        """The mini-batches of each of several datasets."""
+        return [replace(self, dataset=dataset) for dataset in self.dataset.datasets.values()]
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The number of mini-batches of each of several datasets."""
+        return list(map(len, self._parts))
+
+    def _mixed(self, several: SeveralDatasets, epoch: int) -> list[list[int]]:
+        generator, size = torch.Generator().manual_seed(self.seed + epoch), self.size.known_rows
+        if self.order == "random" and self.temperature == 1 and size is not None:
+            drawn = [len(dataset) for dataset in several.datasets.values()]
+            plans: list[Any] = [drawn_batches(count, size, generator, drop_last=self.drop_last) for count in drawn]
+        else:
+            plans = [part._plan(epoch) for part in self._parts]
+        return [*mixed_batches(plans, self._counts, several.starts, generator, in_turn=several.in_turn)]
 
     def _without_rest(self, batches: list[list[Any]]) -> list[list[Any]]:
         """Drop the last mini-batch, where it has fewer rows and is left out."""

@@ -24,9 +24,14 @@ _DATA_FACTS = (
     "dataloader_drop_last",
     "batch_tokens",
     "sampling_temperature",
+    "multi_dataset_batch_sampler",
 )
 #: The settings that older checkpoints do not mention, with their values at that time.
-_OLDER_DATA_FACTS = {"batch_tokens": None, "sampling_temperature": 1.0}
+_OLDER_DATA_FACTS = {
+    "batch_tokens": None,
+    "sampling_temperature": 1.0,
+    "multi_dataset_batch_sampler": "proportional",
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def data_seed(args: PipelineTrainingArguments) -> int:
 
 def data_facts(args: PipelineTrainingArguments, length: TrainingLength) -> dict[str, Any]:
     """The settings that decide which rows a place in the data means."""
-    return {name: getattr(args, name) for name in _DATA_FACTS} | {
+    return {name: getattr(args, name) for name in _DATA_FACTS if hasattr(args, name)} | {
         "data_seed": data_seed(args),
         _PER_EPOCH: length.mini_batches_per_epoch,
     }
@@ -130,6 +135,8 @@ def resumed_position(checkpoint: Path, saved: RunState, now: Mapping[str, Any]) 
 def _has_rows_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether epochs in mini-batches of another size have the same rows in the same order, as far as the facts tell."""
     if now["train_sampling_strategy"] not in ("random", "sequential") or now["batch_tokens"] is not None:
+        return False
+    if "multi_dataset_batch_sampler" in now:  # mini-batches of several datasets, or without duplicates
         return False
     if before[_PER_EPOCH] is None or now[_PER_EPOCH] is None:
         return False

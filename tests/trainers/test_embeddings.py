@@ -105,6 +105,12 @@ def expected_loss(model: Any, batch: dict[str, torch.Tensor], loss: EmbeddingLos
         first, second, *others = (cut[number :: loss.texts] for number in range(loss.texts))
         if loss.loss_type == "cosine":
             value = F.mse_loss(F.cosine_similarity(first, second), batch["labels"][::2].double())
+        elif loss.loss_type == "cosent":
+            cosines, scores = loss.scale * F.cosine_similarity(first, second), batch["labels"][::2].tolist()
+            wrong = [
+                cosines[i] - cosines[j] for i, low in enumerate(scores) for j, high in enumerate(scores) if low < high
+            ]
+            value = torch.stack(wrong).exp().sum().log1p()
         elif loss.loss_type == "triplet":
             value = F.relu((first - second).norm(dim=1) - (first - others[0]).norm(dim=1) + loss.margin).mean()
         else:
@@ -120,6 +126,7 @@ CASES = (
     ("gpt2", EmbeddingLoss("triplet", "lasttoken", 3, margin=0.4), 5),
     ("electra", EmbeddingLoss("cosine", "cls"), 7),
     ("llama", EmbeddingLoss("multiple_negatives", "mean", 4, scale=5.0), 3),
+    ("bert", EmbeddingLoss("cosent", "cls", scale=3.0), 7),
 )
 
 
@@ -418,7 +425,8 @@ def test_sentence_transformers_loads_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "texts"), [("multiple_negatives", 2), ("multiple_negatives", 3), ("triplet", 3), ("cosine", 2)]
+    ("loss_type", "texts"),
+    [("multiple_negatives", 2), ("multiple_negatives", 3), ("triplet", 3), ("cosine", 2), ("cosent", 2)],
 )
 def test_thirty_steps_of_sentence_transformers(loss_type: str, texts: int, tmp_path: Path) -> None:
     """Its own trainer and losses, in float64: what differs in float32 is rounding, which AdamW scales up.
@@ -434,7 +442,7 @@ def test_thirty_steps_of_sentence_transformers(loss_type: str, texts: int, tmp_p
 
     names = ["anchor", "positive", "negative"][:texts]
     data: list[dict[str, Any]] = [{name: row[name] for name in names} for row in ROWS]
-    if loss_type == "cosine":
+    if loss_type in ("cosine", "cosent"):
         data = [
             {"sentence1": row["anchor"], "sentence2": row["positive"], "score": i / 20} for i, row in enumerate(ROWS)
         ]
@@ -450,6 +458,7 @@ def test_thirty_steps_of_sentence_transformers(loss_type: str, texts: int, tmp_p
         "multiple_negatives": losses.MultipleNegativesRankingLoss,
         "triplet": losses.TripletLoss,
         "cosine": losses.CosineSimilarityLoss,
+        "cosent": losses.CoSENTLoss,
     }[loss_type]
     recorder = Recorder()
     options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}

@@ -11,7 +11,6 @@ import torch
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.losses.loss import Loss
 from hf_gpipe.modes.teacher.logits import TeacherLogits
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
@@ -29,9 +28,9 @@ class StageWithTeacher(Stage):
     """
 
     def __init__(
-        self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: Loss, teacher: StageModel
+        self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], teacher: StageModel
     ) -> None:
-        super().__init__(model, wants_gradient, loss)
+        super().__init__(model, wants_gradient)
         self._teacher = teacher
 
     def forward(self, context: Context, *, keep_graph: bool) -> Tensors:

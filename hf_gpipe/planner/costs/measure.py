@@ -193,12 +193,12 @@ class _Clock:
         model = self.tracer.run
         stage_model = assemble(model.adapter, range(start, stop), None, self.device, ranks=self.ranks)
         stage_model.overlap_sums()
-        return Stage(stage_model, model.wants_gradient, self.loss)
+        return Stage(stage_model, model.wants_gradient)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median seconds of several forwards without a graph, forwards with a graph, and backwards."""
         stage, model = self.stage(start, stop), self.tracer.run.adapter
-        own = self.workload.within(self.adapter).micro_batch(model)
+        own = replace(self.workload.within(self.adapter).micro_batch(model), loss=self.loss)
         micro_batch = on_devices([own], [self.device])[self.device][0]
         with torch.device(self.device):
             context = context_of(stage.model, micro_batch)

@@ -214,12 +214,13 @@ class StageTracer:
         stage_model.overlap_sums()
         if self._recompute_blocks:
             stage_model.checkpoint_blocks()
-        return Stage(stage_model, self._wants_gradient, self._loss)
+        return Stage(stage_model, self._wants_gradient)
 
     def _tracked(
         self, stage: Stage, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]
     ) -> _Result:
-        context, tracker = context_of(stage.model, micro_batch), Tracker(as_on_gpu=self._as_on_gpu)
+        context = context_of(stage.model, replace(micro_batch, loss=self._loss))
+        tracker = Tracker(as_on_gpu=self._as_on_gpu)
         _ignore(tracker, stage, context)
         autocast = stage.model.adapter.autocast
         with AttentionOfAGpu() if self._as_on_gpu else nullcontext(), keeping_weights(autocast), tracker:
