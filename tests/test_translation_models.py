@@ -187,7 +187,7 @@ training: {output_dir: out, logit_clipping: 30}
     assert not config.is_gated_act
     config.decoder_start_token_id = 0  # a run takes it from the tokenizer
     pipe = job._pipeline(recipe, config, None, world_for(recipe.pipeline))
-    assert next(iter(pipe.stages.values())).loss.logit_clipping == 30.0
+    assert pipe.loss.logit_clipping == 30.0
 
 
 def test_a_family_whose_feed_forward_layers_are_not_known_is_refused_before_anything_starts() -> None:

@@ -388,9 +388,7 @@ class PipelineEmbeddingTrainer(TaskTrainer):
         super()._prepare_data(model)
         texts = self.world.from_main(self._texts_of_datasets)
         self._losses = tuple(dict.fromkeys(self._loss_of(name, number) for name, number in texts))
-        if isinstance(self.train_dataset, SeveralDatasets):
-            self.train_dataset = self._several(each(self.train_dataset.datasets, self._numbered))
-        self.eval_dataset = each(self.eval_dataset, self._numbered)
+        self.world.from_main(self._number_datasets)
         if not isinstance(model, Pipeline):
             self._given_loss = self._loss
 
@@ -410,19 +408,13 @@ class PipelineEmbeddingTrainer(TaskTrainer):
         for name, key in keys_of(type(EmbeddingLoss.options)).items():
             if (value := getattr(self.args, name)) != key.default:
                 raise UserError(f"{name}={value!r} is an option of the loss, and loss is given; set it in the loss")
-        if not isinstance(asked, Mapping):
-            return
-        names = listed(list(asked))
-        for part in ("train_dataset", "eval_dataset"):
-            if (dataset := getattr(self, part)) is None:
-                continue
-            if not isinstance(dataset, Mapping):
-                raise UserError(
-                    f"loss is a dict of {names}, and {part} is a {type(dataset).__name__}; give a dict with a dataset "
-                    "for each name"
-                )
-            if missing := [name for name in dataset if name not in asked]:
-                raise UserError(f"{part} has {missing[0]!r}, and loss is a dict of {names}; give each dataset a loss")
+
+        def check_names() -> None:
+            for given in (self.train_dataset, self.eval_dataset):
+                each(given, lambda rows, name: None if rows is None else self._asked_for(name))
+
+        # Before texts are tokenised, which takes long.
+        self.world.from_main(check_names)
 
     def _texts_of_datasets(self) -> list[tuple[str | None, int | None]]:
         """The name of each dataset of the training and of the evaluation, and the number of its texts, if known."""
@@ -436,16 +428,19 @@ class PipelineEmbeddingTrainer(TaskTrainer):
 
     def _loss_of(self, name: str | None, num_texts: int | None) -> EmbeddingLoss:
         """The loss of a dataset of this name, whose rows have so many texts, if that is known."""
-        asked, args = self._asked_loss, self.args
-        if isinstance(asked, Mapping):
-            if name is None or name not in asked:
-                raise UserError(f"the dataset {name!r} has no loss, and loss is a dict of {listed(list(asked))}")
-            asked = asked[name]
-        elif asked is None:
-            asked = args.make_loss()
-        assert isinstance(asked, EmbeddingLoss)
         texts = {} if num_texts is None else {"texts": num_texts}
-        return asked.decided(pooling=args.pooling, normalizes=args.normalizes, **texts)
+        asked = self._asked_for(name)
+        return asked.decided(pooling=self.args.pooling, normalizes=self.args.normalizes, **texts)
+
+    def _asked_for(self, name: str | None) -> EmbeddingLoss:
+        """The loss that is given for a dataset of this name. Raises UserError where there is none."""
+        if not isinstance(asked := self._asked_loss, Mapping):
+            loss: EmbeddingLoss = self.args.make_loss() if asked is None else asked
+            return loss
+        if name is None or name not in asked:
+            which = "a dataset has no name" if name is None else f"the dataset {name!r} has no loss"
+            raise UserError(f"{which}, and loss is a dict of {listed(list(asked))}; give a dict of datasets of these")
+        return asked[name]
 
     @property
     def _loss(self) -> EmbeddingLoss:
@@ -466,6 +461,13 @@ class PipelineEmbeddingTrainer(TaskTrainer):
                 "by index"
             )
         return self._several(each(dataset, self._examples))
+
+    def _number_datasets(self) -> None:
+        if isinstance(self.train_dataset, SeveralDatasets):
+            self.train_dataset = self._several(each(self.train_dataset.datasets, self._numbered))
+        else:
+            self.train_dataset = self._numbered(self.train_dataset, None)
+        self.eval_dataset = each(self.eval_dataset, self._numbered)
 
     def _numbered(self, examples: Any, name: str | None) -> Any:
         """Examples that know the number of their loss, where there are several losses."""
@@ -497,7 +499,7 @@ class PipelineEmbeddingTrainer(TaskTrainer):
                 raise UserError(f"prompts are of datasets, such as {nested[0]!r}; give a dict of datasets by name")
             return {"prompts": prompts}
         # Of several datasets each has columns of its own.
-        used = {name} if name in prompts else {*prompts} & {*dataset[0]} - {*nested}
+        used = {name} if name in prompts else {*prompts} & {*next(iter(dataset), ())} - {*nested}
         self._used_prompts = (self._used_prompts or set()) | used
         return {"prompts": prompts[name] if name in prompts else {column: prompts[column] for column in used}}
 

@@ -188,7 +188,7 @@ class TaskTrainer(PipelineTrainer):
         if dataset is None:
             return None
         if not has_index(dataset):
-            return self._streamed(dataset, is_training=is_training)
+            return self._streamed(dataset, name, is_training=is_training)
         kind = self.examples
         if isinstance(dataset, kind):
             return dataset
@@ -210,12 +210,12 @@ class TaskTrainer(PipelineTrainer):
         """More arguments of the class of the examples, for a dataset and its name."""
         return {}
 
-    def _streamed(self, rows: Any, *, is_training: bool) -> Any:
+    def _streamed(self, rows: Any, name: str | None = None, *, is_training: bool) -> Any:
         """The examples of an iterable without an index: a stream to train on, and a dataset to evaluate on."""
         if isinstance(rows, EncodedStream):
             return rows
         if not is_training:
-            return self._examples(list(rows))
+            return self._examples(list(rows), name)
         if iter(rows) is rows:
             raise DataError(
                 "train_dataset is an iterator, which can be read once; give a map-style or iterable dataset"

@@ -224,10 +224,15 @@ def test_the_rows_say_how_many_texts_they_have(tmp_path: Path) -> None:
 def test_losses_and_prompts_that_do_not_fit(tmp_path: Path) -> None:
     pairs = [{name: row[name] for name in ("anchor", "positive")} for row in ROWS]
     for train, loss, values, message in (
-        (ROWS, LOSSES, {}, "loss is a dict of triplets, scored, and train_dataset is a list; give a dict with"),
-        ({**DATASETS, "new": ROWS}, LOSSES, {}, "train_dataset has 'new', and loss is a dict of triplets, scored"),
-        (DATASETS, LOSSES, {"eval_dataset": ROWS}, "loss is a dict of .*, and eval_dataset is a list"),
-        (DATASETS, LOSSES, {"eval_dataset": {"new": ROWS}}, "eval_dataset has 'new', and loss is a dict"),
+        (ROWS, LOSSES, {}, "a dataset has no name, and loss is a dict of triplets, scored; give a dict of datasets"),
+        (
+            {**DATASETS, "new": ROWS},
+            LOSSES,
+            {},
+            "the dataset 'new' has no loss, and loss is a dict of triplets",
+        ),
+        (DATASETS, LOSSES, {"eval_dataset": ROWS}, "a dataset has no name, and loss is a dict of"),
+        (DATASETS, LOSSES, {"eval_dataset": {"new": ROWS}}, "the dataset 'new' has no loss"),
         (DATASETS, LOSSES, {"scale": 3.0}, "scale=3.0 is an option of the loss, and loss is given"),
         (DATASETS, torch.nn.MSELoss(), {}, "loss: found a MSELoss; give an EmbeddingLoss"),
         (DATASETS, EmbeddingLoss("triplet"), {}, "the rows have 2 texts, and a row of loss_type='triplet' has 3"),

@@ -156,10 +156,10 @@ class PipelineGRPOTrainer(TaskTrainer):
             if dataset is not None:
                 self._check_examples(dataset)
 
-    def _streamed(self, rows: Any, *, is_training: bool) -> Any:
+    def _streamed(self, rows: Any, name: str | None = None, *, is_training: bool) -> Any:
         if is_training:
             raise DataError("prompts are drawn by number: give a map-style dataset, such as list(...) of a stream")
-        return super()._streamed(rows, is_training=is_training)
+        return super()._streamed(rows, name, is_training=is_training)
 
     def _check_examples(self, dataset: PromptExamples) -> None:
         if taken := [name for name in GIVEN if name in dataset.row_columns]:
