@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that a name is public
     from hf_gpipe.from_recipe.transformer_size import transformer_config as transformer_config
     from hf_gpipe.losses.custom import LogitsLoss as LogitsLoss
     from hf_gpipe.losses.custom import RowLoss as RowLoss
+    from hf_gpipe.losses.embeddings import EmbeddingLoss as EmbeddingLoss
     from hf_gpipe.losses.loss import Loss as Loss
     from hf_gpipe.losses.loss import LossInputs as LossInputs
     from hf_gpipe.losses.loss import Reads as Reads
@@ -22,7 +23,6 @@ if TYPE_CHECKING:  # `as` tells type checkers that a name is public
     from hf_gpipe.tasks.distil import DistillationLoss as DistillationLoss
     from hf_gpipe.tasks.dpo import PipelineDPOConfig as PipelineDPOConfig
     from hf_gpipe.tasks.dpo import PipelineDPOTrainer as PipelineDPOTrainer
-    from hf_gpipe.tasks.embeddings import EmbeddingLoss as EmbeddingLoss
     from hf_gpipe.tasks.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
     from hf_gpipe.tasks.embeddings import PipelineEmbeddingTrainer as PipelineEmbeddingTrainer
     from hf_gpipe.tasks.grpo.config import PipelineGRPOConfig as PipelineGRPOConfig
@@ -47,7 +47,8 @@ _NAMES_OF = {
     "losses.loss": ("Loss", "LossInputs", "Reads"),
     "training.arguments": ("PipelineTrainingArguments",),
     "tasks.dpo": ("PipelineDPOConfig", "PipelineDPOTrainer"),
-    "tasks.embeddings": ("EmbeddingLoss", "PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
+    "losses.embeddings": ("EmbeddingLoss",),
+    "tasks.embeddings": ("PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
     "tasks.grpo.config": ("PipelineGRPOConfig",),
     "tasks.grpo.trainer": ("PipelineGRPOTrainer",),
     "tasks.kto": ("PipelineKTOConfig", "PipelineKTOTrainer"),

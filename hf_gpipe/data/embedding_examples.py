@@ -17,9 +17,8 @@ from hf_gpipe.data.encoded import EncodedRows
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.rows import ReadRow
 from hf_gpipe.errors import DataError, listed
+from hf_gpipe.losses.loss import LOSS_NUMBER
 
-#: The entry of an example, and of a mini-batch, that numbers its loss where datasets have different ones.
-LOSS_NUMBER = "loss_number"
 #: Columns with the score of a row, as in sentence-transformers.
 _SCORES = ("score", "scores", "label", "labels")
 

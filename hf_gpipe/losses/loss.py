@@ -30,6 +30,8 @@ from hf_gpipe.losses.vocabulary import TokenOptions
 #: Entries of a micro-batch that a first pass adds: the derivative of the loss by what it reads of each row, (B, E), and
 #: the loss of the row's unit, (B,).
 ROW_GRADIENTS, UNIT_LOSSES = "row_gradients", "unit_losses"
+#: An entry of a mini-batch: the number of its loss, where datasets have different ones.
+LOSS_NUMBER = "loss_number"
 NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
 
 

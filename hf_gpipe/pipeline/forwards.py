@@ -105,7 +105,7 @@ class Forwards:
         if type(self.decision.loss).embed is Loss.embed or Reads.TOKENS in self.decision.loss.reads:
             raise UserError(
                 f"embed: the loss is a {type(self.decision.loss).__name__}, which reads no embeddings; give the "
-                "Pipeline loss=EmbeddingLoss() of hf_gpipe.tasks.embeddings"
+                "Pipeline loss=EmbeddingLoss() of hf_gpipe"
             )
         return self._gathered(rows, StepOptions(is_first_pass=True))
 

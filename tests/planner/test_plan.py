@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.losses.embeddings import EmbeddingLoss
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan
@@ -19,7 +20,6 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.tasks.dpo import PreferenceLoss
-from hf_gpipe.tasks.embeddings import EmbeddingLoss
 from hf_gpipe.tasks.grpo.loss import GRPOLoss
 from hf_gpipe.tasks.kto import KTOLoss
 from hf_gpipe.text import size_text

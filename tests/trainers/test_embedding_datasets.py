@@ -14,7 +14,7 @@ from hf_gpipe import EmbeddingLoss, Pipeline, PipelineEmbeddingConfig, PipelineE
 from hf_gpipe.data.batches import drawn_batches, mixed_batches
 from hf_gpipe.data.embedding_examples import EmbeddingCollator, EmbeddingExamples
 from hf_gpipe.errors import DisagreementError, UserError
-from hf_gpipe.tasks.embeddings import EmbeddingLosses
+from hf_gpipe.losses.embeddings import EmbeddingLosses
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, gathered_gradients
 from tests.trainers.test_embeddings import NO_DROPOUT, ROWS, SMALL, expected_loss, words
