@@ -141,7 +141,7 @@ class PipelineGRPOTrainer(TaskTrainer):
         """
         return None if self._kept is None else model_with(self._kept, self.model)
 
-    def _options_of_examples(self) -> dict[str, Any]:
+    def _options_of_examples(self, dataset: Any, name: str | None) -> dict[str, Any]:
         return {"chat_template_kwargs": self.args.chat_template_kwargs}
 
     def _check_data(self) -> None:
