@@ -1,4 +1,4 @@
-"""What reward functions log, and the completions of each log as a file, as TRL's `log_completions` does."""
+"""The completions of each log as a file, as of TRL's `log_completions`, and what reward functions log."""
 
 from __future__ import annotations
 
