@@ -118,7 +118,7 @@ class Rewards:
         return values
 
     def _awaited(self, waiting: Mapping[int, Awaitable[Any]]) -> list[Any]:
-        """The values that async functions return, in a thread that keeps its loop, because their clients may belong to it."""
+        """The values of async functions, from a thread that keeps its loop, because their clients may belong to it."""
 
         async def one(number: int) -> Any:
             with _naming(self._sources[number]):
