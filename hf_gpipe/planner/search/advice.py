@@ -133,7 +133,11 @@ def smaller_bubble(plan: Plan) -> str:
             # A table that was made for these micro-batches is none for others.
             schedule = {"schedule": "1f1b"} if is_made else {}
             changes: dict[str, Any] = {"num_micro_batches": times * min(least, rows), **schedule, **recompute}
-            larger = cut_plan(planner.with_rows(times * rows), settings.reopened(**changes))
+            try:
+                larger = cut_plan(planner.with_rows(times * rows), settings.reopened(**changes))
+            except UserError:
+                # Weights that visit need stages that are recomputed.
+                continue
             if larger.fits:
                 break
         if larger.fits and larger.bubble < best.bubble and can_run(larger):
