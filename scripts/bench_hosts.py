@@ -77,7 +77,7 @@ def sent_bytes() -> int:
 
 def measure(case: Case, num_steps: int) -> dict[str, Any]:
     """Predict a case and run it. Every machine calls it; the result is that of all."""
-    everyone = World.of_job()
+    everyone = World.current()
     measure_machines(everyone)
     device = this_machine(CPU)
     measured = everyone.gather_objects(profile(case))

@@ -281,7 +281,7 @@ def what_was_lost(
     before: int, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
 ) -> list[str]:
     """Problems with the checkpoints, of which one was saved after `before` steps, and with the run that resumes."""
-    newest = last_checkpoint(output, World.of_job())
+    newest = last_checkpoint(output, World.current())
     steps = [step_of(path) for path in checkpoints(output)]
     if max(steps, default=0) < before:
         return [f"there are the checkpoints {steps}, and {before} had been saved"]

@@ -91,8 +91,10 @@ def main() -> None:
         )
         parameters = list(trainer.pipe.parameters())
         size = sum(p.nbytes for p in parameters if is_full or not p.requires_grad)
-        of_training = f", {size_text(16 * sum(p.numel() for p in parameters))} with gradients and state" * is_full
-        print(f"weights {size_text(size)}{of_training}, {args.stages} stages, {args.rows} rows of {args.tokens} tokens")
+        from_training = f", {size_text(16 * sum(p.numel() for p in parameters))} with gradients and state" * is_full
+        print(
+            f"weights {size_text(size)}{from_training}, {args.stages} stages, {args.rows} rows of {args.tokens} tokens"
+        )
         trainer.train()
     middle, peak = statistics.median(steps.seconds), size_text(status_bytes("VmHWM"))
     rate = args.rows * args.tokens / middle

@@ -271,7 +271,7 @@ STUCK = """
 import ctypes, os, signal, sys, threading, time
 from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
-with StopRequest(World.of_job(), float(sys.argv[2])):
+with StopRequest(World.current(), float(sys.argv[2])):
     print("ready", flush=True)
     if sys.argv[1] == "python":
         while True:
@@ -308,7 +308,7 @@ import os, signal, subprocess, sys, time
 from hf_gpipe.job import failures
 from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
-with StopRequest(World.of_job(), 60.0) as request:
+with StopRequest(World.current(), 60.0) as request:
     child = subprocess.Popen(["true"])
     child.wait()
     request.peers = [child.pid]
@@ -334,7 +334,7 @@ from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one of forks beside threads
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-with StopRequest(World.of_job(), 5.0) as request:
+with StopRequest(World.current(), 5.0) as request:
     is_there, say = os.pipe()
     child = os.fork()
     if child == 0:

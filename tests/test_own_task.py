@@ -75,7 +75,7 @@ class WeighedLoss(NotingLoss):
     options = WeighedOptions()
     metrics, reads, entries = ("logps",), Reads.ROWS, ("weight",)
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         self._note(read.log_probs)
         return -(read.inputs["weight"].to(read.log_probs) ** self.options.power) * read.log_probs
 

@@ -352,7 +352,7 @@ def test_the_planner_knows_what_is_kept(family: str, tmp_path: Path) -> None:
     batch = padded_batch(config)
     batch["attention_mask"].fill_(1)
     pipe.train_step(batch)
-    micro_batch = Workload.of_batch(batch).of_rows(len(batch["input_ids"]) // 2)
+    micro_batch = Workload.from_batch(batch).with_rows(len(batch["input_ids"]) // 2)
     costs = LayerTracer(pipe.adapter).costs(micro_batch)
     assert kept == [sum(layer.deferred_bytes for layer in costs.layers[1:4])] * 2
     assert costs.layers[0].deferred_bytes == costs.layers[-1].deferred_bytes == 0

@@ -35,7 +35,7 @@ class Speed:
     seconds_per_step: float | None
 
     @classmethod
-    def of_log(cls, log_history: Sequence[Mapping[str, Any]]) -> Speed:
+    def from_log(cls, log_history: Sequence[Mapping[str, Any]]) -> Speed:
         """Read it from the history of a trainer's state, which its checkpoints keep."""
         lines = [line for line in log_history if "training_seconds" in line]
         ends = [line["step"] for line in lines]
@@ -81,7 +81,7 @@ class CostMeter:
             first_step: where this start of the command went on; 0: it trained all of it.
         """
         return {
-            **asdict(Speed.of_log(log_history)),
+            **asdict(Speed.from_log(log_history)),
             # Of the step that was measured, on `batches`.
             "step_seconds": float(measured.total_seconds) / measured.schedule.num_steps,
             "bubble": float(measured.bubble),

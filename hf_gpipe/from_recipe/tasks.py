@@ -119,7 +119,7 @@ class Task:
             return own.of(SimpleNamespace(**self.options(recipe)))
         if recipe.companion is not None:
             return task_module(recipe.companion[1].task).loss_of(recipe)
-        return TokenLoss.of_settings(recipe.training)
+        return TokenLoss.from_settings(recipe.training)
 
     def workload(self, recipe: Recipe, config: PreTrainedConfig) -> Workload:
         """The shape of the recipe's longest mini-batch, for a model of this configuration."""

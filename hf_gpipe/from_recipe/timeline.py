@@ -64,7 +64,9 @@ def measure_step(
     for span in every_span:
         if span.action.kind.resource in (Resource.COMPUTE, Resource.HOST):
             computing[span.action.kind][span.action.stage].append(float(span.computing))
-    costs = Costs.of_kinds({kind: [median(own) if own else 0.0 for own in computing[kind]] for kind in KINDS.values()})
+    costs = Costs.from_kinds(
+        {kind: [median(own) if own else 0.0 for own in computing[kind]] for kind in KINDS.values()}
+    )
     return Timeline.from_spans(schedule, chosen), simulate(schedule, costs)
 
 

@@ -43,6 +43,6 @@ def plan_inputs(recipe: Recipe, mini_batch: Workload) -> PlanInputs:
     """The inputs of a recipe, with the shape of its longest mini-batch."""
     saved: Literal["model", "adapters"] = "adapters" if recipe.lora.is_on else "model"
     training = recipe.training
-    inputs = PlanInputs.of_training(training, example=mini_batch, packing=training.packing, saved=saved)
+    inputs = PlanInputs.from_training(training, example=mini_batch, packing=training.packing, saved=saved)
     planned: PlanInputs = task_of_kind(recipe.data.kind).planned(recipe, inputs)
     return planned

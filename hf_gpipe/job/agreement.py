@@ -44,7 +44,7 @@ def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
         DisagreementError: on every process: the first of the names under which they differ, with the values and the
             processes that have them. A script that does not catch it ends with exit code 2.
     """
-    world = World.of_job()
+    world = World.current()
     if world.num_processes == 1:
         return
     settings = given()

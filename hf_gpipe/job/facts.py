@@ -99,7 +99,7 @@ class RankFacts:
     devices: tuple[DeviceFacts, ...] = ()
 
     @classmethod
-    def of_this_process(cls, *, is_alone: bool = True) -> RankFacts:
+    def current(cls, *, is_alone: bool = True) -> RankFacts:
         """The facts of this process.
 
         Args:
@@ -156,7 +156,7 @@ def _digest_of_package() -> str:
 
 def exchange(store: dist.Store, rank: int, size: int, limit: timedelta, prefix: str) -> tuple[RankFacts, ...]:
     """The facts of every process, in order of rank. Every process calls it, with a prefix that is new in the store."""
-    return _told(store, rank, size, RankFacts.of_this_process(), limit, prefix)
+    return _told(store, rank, size, RankFacts.current(), limit, prefix)
 
 
 def check(store: dist.Store, rank: int, size: int, limit: timedelta, prefix: str) -> tuple[RankFacts, ...]:
@@ -173,7 +173,7 @@ def check(store: dist.Store, rank: int, size: int, limit: timedelta, prefix: str
         UserError: on every process: they differ, or machines do not reach each other.
     """
     is_alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    facts = RankFacts.of_this_process(is_alone=is_alone)
+    facts = RankFacts.current(is_alone=is_alone)
     with contextlib.ExitStack() as stack:
         if not is_alone and os.environ.get("LOCAL_RANK", "0") == "0" and not facts.problem:
             family = socket.AF_INET6 if ":" in facts.address else socket.AF_INET

@@ -142,7 +142,7 @@ def to_plain(value: object, kind: Any) -> Any:
     return _adapter(kind).dump_python(value, mode="json")
 
 
-def of_plain(plain: Any, kind: Any) -> Any:
+def from_plain(plain: Any, kind: Any) -> Any:
     """The value of a JSON form. Raises MessageError where it is not of the type."""
     try:
         return _adapter(kind).validate_json(json.dumps(plain), strict=True)
@@ -198,7 +198,7 @@ def _value(data: torch.Tensor) -> Any:
     envelope = unpack(data)
     if isinstance(envelope, dict) and len(envelope) == 1:
         if "problem" in envelope:
-            raise error_of_data(*of_plain(envelope["problem"], tuple[str, str, dict[str, Any]]))
+            raise error_of_data(*from_plain(envelope["problem"], tuple[str, str, dict[str, Any]]))
         if "value" in envelope:
             return envelope["value"]
     raise MessageError(f"{_MALFORMED}: it has no envelope")

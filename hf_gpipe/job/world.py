@@ -63,13 +63,13 @@ class World:
     """The measured links between machines, by the machines' names."""
 
     @classmethod
-    def of_job(cls) -> World:
+    def current(cls) -> World:
         """The processes of the running job, on the CPU. Without torch.distributed there is one, number 0.
 
         The first call, by every process, may exchange their facts (`Job.ranks`).
         """
         if not dist.is_initialized():
-            return cls(0, (RankFacts.of_this_process(),))
+            return cls(0, (RankFacts.current(),))
         return cls(dist.get_rank(), Job.current().ranks())
 
     def on(self, devices: Sequence[str]) -> Self:
@@ -173,7 +173,7 @@ class World:
         for rank, (_, problem) in enumerate(everyone):
             if problem is not None:
                 raise error if self.rank == rank and error is not None else error_of_data(*problem)
-        return [value if kind is None else wire.of_plain(value, kind) for value, _ in everyone]
+        return [value if kind is None else wire.from_plain(value, kind) for value, _ in everyone]
 
     @contextmanager
     def working(self, limits: float = math.inf) -> Iterator[None]:
@@ -245,7 +245,7 @@ class World:
         if kind is None:
             return wire.gather(value, self.group_on(_CPU))
         everyone = wire.gather(wire.to_plain(value, kind), self.group_on(_CPU))
-        return [wire.of_plain(one, kind) for one in everyone]
+        return [wire.from_plain(one, kind) for one in everyone]
 
     def gather_at_first(self, value: Value, ranks: Sequence[int]) -> list[Value] | None:
         """Gather a value of some processes in the first of them, in the order of `ranks`; None elsewhere.

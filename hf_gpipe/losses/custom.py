@@ -38,7 +38,7 @@ class RowLoss(Loss):
 
     reads = Reads.ROWS
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         return self.function(read.log_probs, read.inputs)
 
 
@@ -67,7 +67,7 @@ class LogitsLoss(Loss):
         self._check_sum(read)
         return self._value(read.logits, read.inputs["labels"], read.num_units)
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         self._check_sum(read)
         logits, labels = read.logits.split(self.rows_per_unit), read.inputs["labels"].split(self.rows_per_unit)
         values = [self._value(*unit, read.num_units) for unit in zip(logits, labels, strict=True)]
@@ -93,14 +93,14 @@ def loss_of_function(given: Loss | Callable[..., Any] | None) -> Loss | None:
     return given if given is None or isinstance(given, Loss) else LogitsLoss(given)
 
 
-def asked_loss(given: Loss | None, of_tokens: TokenLoss) -> Loss:
+def asked_loss(given: Loss | None, token_loss: TokenLoss) -> Loss:
     """The loss that was given, or the cross-entropy. Raises UserError where it is none, or contradicts the other."""
     if given is None:
-        return of_tokens
+        return token_loss
     if not isinstance(given, Loss):
         raise UserError(f"loss is a {type(given).__name__}; give a LogitsLoss or a RowLoss with your function")
-    for option, value in of_tokens.given.items():
-        if value != getattr(given.of_tokens, option):
+    for option, value in token_loss.given.items():
+        if value != getattr(given.token_loss, option):
             raise UserError(
                 f"{option}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
             )
@@ -121,23 +121,23 @@ def loss_of(adapter: Adapter, asked: Loss) -> Loss:
     adapter.loss_keys = (*adapter.loss_keys, *asked.entries)
     problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
     has_scores = problem != ONE_CLASS or (adapter.is_classifier and adapter.config.num_labels == 1)
-    if not asked.is_of_tokens and Reads.TOKENS in asked.reads and has_scores:
+    if not asked.reads_tokens_only and Reads.TOKENS in asked.reads and has_scores:
         raise UserError(
             f"loss is a {type(asked).__name__}, which reads the log-probability of each row's class, and the model has "
             f"num_labels={adapter.config.num_labels} and the problem_type {problem}, so its outputs are scores and no "
             "probabilities; give a LogitsLoss, whose function reads the scores (rows_per_unit=2 for pairs of rows)"
         )
-    if problem == ONE_CLASS or not asked.is_of_tokens:
+    if problem == ONE_CLASS or not asked.reads_tokens_only:
         return asked
     if asked != PLAIN:
         raise UserError(
-            f"{' and '.join(asked.of_tokens.given)} of the cross-entropy cannot go with the model's problem_type "
+            f"{' and '.join(asked.token_loss.given)} of the cross-entropy cannot go with the model's problem_type "
             f"{problem}; leave it out"
         )
     function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
 
-    def of_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    def row_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
         logits = outputs.logits
         return function(logits, labels.view(logits.shape)) * len(logits) / num_items_in_batch
 
-    return LogitsLoss(of_rows)
+    return LogitsLoss(row_loss)

@@ -117,10 +117,10 @@ class EmbeddingLoss(NotingLoss):
                 "embedding; set pooling to 'mean' or 'lasttoken'"
             )
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each example, (B / texts,), from hidden states (B, T, D), and scores as labels (B,)."""
         if self.compares_units:
-            return super().of_units(read)
+            return super().unit_losses(read)
         return self.compare(self.embed(read), read.inputs["labels"])
 
     def embed(self, read: LossInputs) -> torch.Tensor:
@@ -177,7 +177,7 @@ class EmbeddingLosses(EmbeddingLoss):
         super().__init__(**vars(self.widest.options))
         self.compares_units = any(loss.compares_units for loss in losses)
 
-    def of_batch(self, batch: Mapping[str, torch.Tensor]) -> EmbeddingLoss:
+    def dataset_loss(self, batch: Mapping[str, torch.Tensor]) -> EmbeddingLoss:
         return self.losses[int(batch[LOSS_NUMBER][0])] if LOSS_NUMBER in batch else self.widest
 
     def check_model(self, adapter: Adapter) -> None:

@@ -60,7 +60,7 @@ class LossInputs:
         inputs: the micro-batch's own tensors, such as labels.
         num_units: units of the whole mini-batch, by which the sum over units is divided.
         num_tokens: tokens of the whole mini-batch that `Loss.row_tokens` counts.
-        token_losses: `Loss.of_tokens` at every position, (B, T), 0 where there is no target.
+        token_losses: `Loss.token_loss` at every position, (B, T), 0 where there is no target.
         hidden: (B, T, D).
         logits: (B, T, V); of a model that classifies rows (B, C).
         companion: gives the logits of the model beside the trained one, of some positions.
@@ -85,7 +85,7 @@ LogProbs = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class Loss:
-    """The interface of a loss. A loss of your own is a subclass with `reads` and `of_units`.
+    """The interface of a loss. A loss of your own is a subclass with `reads` and `unit_losses`.
 
     A unit is what the loss sums over: a row, or `rows_per_unit` rows, such as the two answers of a pair. The loss of a
     mini-batch is the sum over its units, divided by their number, or with `counts_tokens` by that of target tokens.
@@ -113,6 +113,11 @@ class Loss:
     adds_auxiliary: bool = True
     is_checked: bool = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "of_units" in vars(cls):  # it would never be called
+            raise UserError(f"{cls.__name__}.of_units: this method of a loss is named unit_losses now; rename it")
+
     def check_model(self, adapter: Adapter) -> None:
         """Raise UserError where a model has nothing to learn by this loss."""
 
@@ -122,7 +127,7 @@ class Loss:
         if Reads.TOKENS in self.reads:
             adapter.check_classes(inputs)
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each unit, (B / rows_per_unit,), from its own rows; in training with gradients."""
         if not self.compares_units:
             raise NotImplementedError
@@ -139,16 +144,16 @@ class Loss:
         raise NotImplementedError
 
     @property
-    def of_tokens(self) -> TokenLoss:
+    def token_loss(self) -> TokenLoss:
         """The loss of each token that it reads."""
         return PLAIN
 
     @property
-    def is_of_tokens(self) -> bool:
+    def reads_tokens_only(self) -> bool:
         """Whether the losses of tokens are all that it reads, so that rows may be packed."""
         return self.reads == Reads.TOKENS
 
-    def of_batch(self, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def dataset_loss(self, batch: Mapping[str, torch.Tensor]) -> Loss:
         """The loss of a mini-batch on the CPU, for a loss that is another one for each of several datasets."""
         return self
 
@@ -166,7 +171,7 @@ class Loss:
         """
         return int(self.compares_units) + int(self.needs_reference and has_reference)
 
-    def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
+    def for_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
         """The loss of a mini-batch: its metrics are noted under this name, and evaluation does not clip logits."""
         return self
 
@@ -198,14 +203,14 @@ class Loss:
         """The share of a micro-batch in the loss of training, ()."""
         return self._checked(read).sum() / read.num_units
 
-    def of_each_row(self, read: LossInputs) -> torch.Tensor:
+    def row_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each unit at its first row, and 0 at the others, (B,), for an evaluation."""
-        of_units = self._checked(read)[:, None]
-        return F.pad(of_units, (0, self.rows_per_unit - 1)).flatten()
+        unit_losses = self._checked(read)[:, None]
+        return F.pad(unit_losses, (0, self.rows_per_unit - 1)).flatten()
 
     def _checked(self, read: LossInputs) -> torch.Tensor:
         """The loss of each unit. Raises UserError where it is something else, or mixes units."""
-        losses, name = self.of_units(read), type(self).__name__
+        losses, name = self.unit_losses(read), type(self).__name__
         shape = (len(read.inputs["labels"]) // self.rows_per_unit,)
         if not isinstance(losses, torch.Tensor) or losses.shape != shape:
             given = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
@@ -249,10 +254,10 @@ class TokenLoss(TokenOptions, Loss):
     counts_tokens = True
 
     @property
-    def of_tokens(self) -> TokenLoss:
+    def token_loss(self) -> TokenLoss:
         return self
 
-    def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
+    def position_losses(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         """The loss of every position (B, T), where the logits are whole."""
         return self(read.logits, targets).view(targets.shape)
 
@@ -260,12 +265,12 @@ class TokenLoss(TokenOptions, Loss):
     def planned(self) -> TokenLoss:
         return replace(self, metrics=None)
 
-    def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> TokenLoss:
+    def for_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> TokenLoss:
         # The saved model does not clip its logits.
         own = self if is_training else self.unclipped()
         return own if self.metrics is None else replace(own, metrics=self.metrics.of(name, is_training=is_training))
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The sum over the tokens of each row, (B,)."""
         return read.token_losses.sum(dim=1)
 

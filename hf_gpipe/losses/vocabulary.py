@@ -57,7 +57,7 @@ class TokenOptions:
             )
 
     @classmethod
-    def of_settings(cls, given: Any, **values: Any) -> Self:
+    def from_settings(cls, given: Any, **values: Any) -> Self:
         """The loss with the options that settings of a training have, and other values."""
         return cls(**{own: getattr(given, name) for name, own in SETTINGS.items()}, **values)
 

@@ -81,7 +81,7 @@ def merge(
     if {*adapter.ties} & merged.layer_of.keys():  # peft too unties an embedding and a head that were trained apart
         adapter.reference.config.tie_word_embeddings = False
     shards = merged.shards(shard_bytes)
-    with written_whole(output, World.of_job()) as temporary:
+    with written_whole(output, World.current()) as temporary:
         write_files(temporary, lambda folder: write_configuration(adapter, folder), write_more)
         written = {}
         for number, layers in enumerate(shards):

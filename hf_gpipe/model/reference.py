@@ -60,7 +60,7 @@ class HiddenLoss(Loss):
         weights = torch.arange(1, 1 + hidden.shape[-1]).to(hidden).sin()
         return ((hidden * weights).sin().sum(dim=2) * inputs["attention_mask"]).sum(dim=1)
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         return self.of_rows(read.hidden, read.inputs)
 
 

@@ -63,7 +63,7 @@ def in_stages(model: PreTrainedModel, adapter: Adapter, variant: Variant, ranks:
     inputs = PlanInputs(packing=variant.packing)
     loss = PLAIN if adapter.has_head else HiddenLoss()
     request = PipelineRequest(ModelSpec(model), config, inputs, loss=loss)
-    world = World(0, (RankFacts.of_this_process(),)).on([str(variant.kernels or CPU)])
+    world = World(0, (RankFacts.current(),)).on([str(variant.kernels or CPU)])
     decision = Decision.of(request, world, Trust(adapter))
     if ranks is not None:
         mesh = {one.name: getattr(decision.world, one.name) for one in fields(Mesh)}

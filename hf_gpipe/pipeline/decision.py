@@ -74,7 +74,7 @@ class PipelineRequest:
         if is_table_file(self.config.schedule):
             same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
         same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
-        same |= {name: value for name, value in vars(self.loss.of_tokens).items() if name != "metrics"}
+        same |= {name: value for name, value in vars(self.loss.token_loss).items() if name != "metrics"}
         same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.by_length}
         return same | ({} if self.companion is None else self.companion.compared()) | self.model.compared()
 
@@ -118,7 +118,7 @@ class Decision:
         chain = chain_of(request.model)
         if chain is not None:
             # Every process finds the layers by it.
-            example = world.from_main(inputs.of_entries, Workload)
+            example = world.from_main(inputs.entries_workload, Workload)
             inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
         if table is not None:
             given = given.replace(recompute=recompute_under(table, given.recompute))
@@ -135,7 +135,7 @@ class Decision:
         if loss.compares_units:
             given.check_beside(COMPARED_ROWS, loss=type(loss).__name__)
         if inputs.packing:
-            if not request.loss.is_of_tokens:
+            if not request.loss.reads_tokens_only:
                 raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
             probe.require(adapter, Variant(packing=True))
 
@@ -219,7 +219,7 @@ class Decision:
         total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
         if self.table is not None and name is None:
             groups.check_step(self.table.name, self.table.group_size, group_size)
-            table = self.table.of_first(total)
+            table = self.table.first(total)
         else:
             name, num_stages = name or self.config.schedule, self.config.num_stages
             limits = self.recompute.of_table
@@ -255,7 +255,7 @@ class Decision:
             inputs = replace(inputs, example=batch, accumulation=1)
             if table is not None:
                 # With fewer micro-batches the table recomputes less.
-                table = table.of_first(config.num_micro_batches)
+                table = table.first(config.num_micro_batches)
                 if config.recompute != "block":
                     config = config.replace(recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})

@@ -123,7 +123,7 @@ class Forwards:
             may be clipped or divided by a temperature.
         """
         with self._adapters_off(not with_adapters):
-            return self._gathered(rows, StepOptions(is_of_tokens=True), rows["labels"].shape[1])
+            return self._gathered(rows, StepOptions(gives_log_probs=True), rows["labels"].shape[1])
 
     def _gathered(self, rows: Batch, options: StepOptions, length: int = 0) -> torch.Tensor:
         """The tensor (N, E) that the loss reads of each row in evaluation, filled up with 0, on every process."""

@@ -152,7 +152,7 @@ class Planning:
             return config.given_speeds
         mini_batch = self.world.from_main(lambda: self.inputs.mini_batch(self.adapter), Workload)
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
-        workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, count))
+        workload = mini_batch.with_rows(largest_micro_batch(mini_batch.rows, count))
         ranks = ranks_of_workers(self.world, config.division)
         speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks)
         if self.world.is_main:
@@ -186,7 +186,7 @@ class Planning:
             rows = largest_micro_batch(mini_batch.rows, count)
             for cuts in functions_of_modes("search", "cuts"):
                 for groups in cuts(config, mini_batch.target_tokens):
-                    costs_of_members(mini_batch.of_rows(rows), groups, measure)
+                    costs_of_members(mini_batch.with_rows(rows), groups, measure)
         return measured
 
 

@@ -119,7 +119,7 @@ def table_of(
         if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
             raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
         recompute_under(given, settings.recompute)
-        return completed(given.of_first(num_micro_batches), settings, inputs)
+        return completed(given.first(num_micro_batches), settings, inputs)
     placement = settings.placed(name)
     if sizes is not None and settings.placement is None:
         placement = placement.balanced(sizes)
@@ -227,12 +227,14 @@ class Before(NamedTuple):
     """In which tokens are generated one after another."""
 
 
-def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, int], ModelCosts] | None) -> Before:
+def before_table(
+    layout: Layout, num_forwards: int, generation_costs: Callable[[int, int], ModelCosts] | None
+) -> Before:
     """Compute the seconds of what runs before the table of a step.
 
     Args:
         num_forwards: how often all forwards run.
-        of_tokens: rows and their tokens -> the costs of the model's layers; None: nothing is generated.
+        generation_costs: rows and their tokens -> the costs of the model's layers; None: nothing is generated.
     """
     forwards, table, inputs = 0.0, layout.table, layout.inputs
     if num_forwards:
@@ -240,20 +242,20 @@ def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, in
         only = build("forward_only", table.num_stages, number, table.placement, is_checked=False)
         only = completed(only, layout.settings, inputs)
         forwards = num_forwards * float(simulate(only, costs_of_table(replace(layout, table=only))).total_seconds)
-    if of_tokens is None:
+    if generation_costs is None:
         return Before(forwards)
     # What each token reads of the keys and values before it is left out, as is the search among the logits.
-    first = _seconds_of_token(layout, of_tokens, max(inputs.mini_batch().target_tokens - inputs.new_tokens, 1))
-    others = max(inputs.new_tokens - 1, 0) * _seconds_of_token(layout, of_tokens, 1)
+    first = _token_seconds(layout, generation_costs, max(inputs.mini_batch().target_tokens - inputs.new_tokens, 1))
+    others = max(inputs.new_tokens - 1, 0) * _token_seconds(layout, generation_costs, 1)
     return Before(forwards, inputs.accumulation * (first + others))
 
 
-def _seconds_of_token(layout: Layout, of_tokens: Callable[[int, int], ModelCosts], tokens: int) -> float:
+def _token_seconds(layout: Layout, generation_costs: Callable[[int, int], ModelCosts], tokens: int) -> float:
     """The seconds in which a pipeline generates a token from so many, where the stages run one after another."""
     placement, processes, inputs = layout.table.placement, layout.processes, layout.inputs
     # The costs of one replica of the pipeline.
     rows = -(-inputs.mini_batch().rows // min(placement.replicas))
-    sums = StageCosts(of_tokens(rows, tokens), processes.device)
+    sums = StageCosts(generation_costs(rows, tokens), processes.device)
     own = sum(
         sums.seconds(*stage.run, "none").forward_only / speed
         for stage, speed in zip(layout.stages, processes.speeds_of(placement), strict=True)

@@ -58,7 +58,7 @@ def planner_of(
             costs = tracer().costs(workload)
             return costs if seconds is None else seconds(workload, costs)
 
-        return costs_of_members(mini_batch.of_rows(rows), groups, with_seconds)
+        return costs_of_members(mini_batch.with_rows(rows), groups, with_seconds)
 
     possible = {
         name for of_mode in functions_of_modes("search", "possible") for name in of_mode(adapter, loss, mini_batch)
@@ -67,7 +67,7 @@ def planner_of(
     if companion is not None:
         mode, other = companion.mode, companion.adapter
         layers = cache(lambda: LayerTracer(other, as_on_gpu=as_on_gpu, division=config.division))
-        sums = cache(lambda rows: StageCosts(layers().costs(mini_batch.of_rows(rows)), device))
+        sums = cache(lambda rows: StageCosts(layers().costs(mini_batch.with_rows(rows)), device))
         possible -= config.modes[mode].excludes.keys()
 
         def shares(rows: int, num_stages: int) -> Sequence[Share]:
@@ -81,7 +81,7 @@ def planner_of(
     planner.possible = frozenset(possible)
     planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
     if inputs.new_tokens:
-        planner.of_tokens = lambda rows, tokens: tracer().costs(
+        planner.generation_costs = lambda rows, tokens: tracer().costs(
             replace(mini_batch, rows=rows, source_tokens=tokens, target_tokens=tokens)
         )
     return planner

@@ -243,7 +243,7 @@ class Planner(Processes):
         groups: the groups that micro-batches are cut into, at most one member for each token.
         lighter: keys of a recipe that train adapters in place of all weights -> the planner with these keys.
         num_forwards: the number of times that all forwards run before each step.
-        of_tokens: rows and their tokens -> the costs of the model's layers, where rows are generated.
+        generation_costs: rows and their tokens -> the costs of the model's layers, where rows are generated.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -253,7 +253,7 @@ class Planner(Processes):
     made_by: str = AUTO
     lighter: Mapping[str, Callable[[], Plan]] = MappingProxyType({})
     num_forwards: int = 0
-    of_tokens: Callable[[int, int], ModelCosts] | None = None
+    generation_costs: Callable[[int, int], ModelCosts] | None = None
 
     def __init__(
         self,
@@ -385,7 +385,9 @@ class Planner(Processes):
             estimate_memory(layout, timeline, number, placement.stages_run_by(number))
             for number in range(placement.num_processes)
         )
-        return Plan(layout, self, costs, timeline, memory, before_table(layout, self.num_forwards, self.of_tokens))
+        return Plan(
+            layout, self, costs, timeline, memory, before_table(layout, self.num_forwards, self.generation_costs)
+        )
 
 
 def _time_of(timeline: Timeline, process: int, again: Sequence[float]) -> TimeEstimate:

@@ -88,7 +88,7 @@ class Workload:
         return cls(rows, source[0], target[0], False, True, longest_source=source[1], longest_target=target[1])
 
     @classmethod
-    def of_batch(cls, batch: Tensors, *, packing: bool = False, adapter: Adapter | None = None) -> Workload:
+    def from_batch(cls, batch: Tensors, *, packing: bool = False, adapter: Adapter | None = None) -> Workload:
         """The workload of a whole mini-batch. Tokens are in input_ids (N, T), labels (N, T'), perhaps with a mask.
 
         Args:
@@ -98,7 +98,7 @@ class Workload:
         """
         on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
         if adapter is not None and not isinstance(adapter, TextAdapter):
-            return cls.of_entries(on_cpu).of_rows(len(on_cpu["labels"]))
+            return cls.from_entries(on_cpu).with_rows(len(on_cpu["labels"]))
         target_keys = () if adapter is None else adapter.target_keys
         if packing or is_flattened(on_cpu):
             documents = packed_parts(on_cpu, 1, target_keys)[0]
@@ -113,7 +113,7 @@ class Workload:
         return cls(rows, source, on_cpu["labels"].shape[-1], has_padding, row_images=images)
 
     @classmethod
-    def of_entries(cls, batch: Tensors) -> Workload:
+    def from_entries(cls, batch: Tensors) -> Workload:
         """The workload of a whole mini-batch of a model that reads no tokens."""
         entries = tuple((n, tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for n, t in batch.items())
         return cls(max(map(len, batch.values())), 1, 1, has_padding=False, entries=entries)
@@ -128,7 +128,7 @@ class Workload:
         """The number of target tokens, B T of the decoder, padding included."""
         return self.rows * self.target_tokens
 
-    def of_rows(self, rows: int) -> Workload:
+    def with_rows(self, rows: int) -> Workload:
         """The workload of a micro-batch of `rows` of these rows, the longest included where rows are packed."""
         # The longest lengths of rows that are not packed are 0.
         source = max(self.source_tokens, -(-self.longest_source // rows))
@@ -232,7 +232,7 @@ class PlanInputs:
     needs_norm: bool = True
 
     @classmethod
-    def of_training(cls, given: Any, **others: Any) -> PlanInputs:
+    def from_training(cls, given: Any, **others: Any) -> PlanInputs:
         """The inputs that the section `training` of a recipe, or a trainer's arguments, have by the same names."""
         return cls(
             optim=str(getattr(given.optim, "value", given.optim)),
@@ -246,7 +246,7 @@ class PlanInputs:
             **others,
         )
 
-    def of_rollouts(self, new_tokens: int, updates: int) -> PlanInputs:
+    def for_rollouts(self, new_tokens: int, updates: int) -> PlanInputs:
         """Add rollouts: each step generates `new_tokens` for each row, and makes `updates` updates from them."""
         # With several updates one more pass notes the probabilities before them.
         return replace(self, new_tokens=new_tokens, forwards=int(updates > 1), updates=updates)
@@ -261,13 +261,13 @@ class PlanInputs:
             )
         if isinstance(self.example, Workload):
             return self.example
-        return Workload.of_batch(self.example, packing=self.packing, adapter=adapter)
+        return Workload.from_batch(self.example, packing=self.packing, adapter=adapter)
 
-    def of_entries(self) -> Workload | None:
+    def entries_workload(self) -> Workload | None:
         """The shape of `example` for a model that reads no tokens; None: there is no example."""
         if self.example is None or isinstance(self.example, Workload):
             return self.example
-        return Workload.of_entries(tensors_of(self.example))
+        return Workload.from_entries(tensors_of(self.example))
 
     def check(self) -> None:
         """Raise UserError where the optimizer's state has no known size."""

@@ -97,12 +97,12 @@ def make_micro_batches(
     for number, given in enumerate(batches):
         # The code below reads values, and on a GPU each read would wait for the device.
         batch = {name: tensor.cpu() for name, tensor in given.items()}
-        own = loss.of_batch(batch)
+        own = loss.dataset_loss(batch)
         adapter.check_keys(batch)
-        if "shift_labels" in batch and not loss.is_of_tokens:
+        if "shift_labels" in batch and not loss.reads_tokens_only:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
         is_packed = cutting.packing or adapter.is_flattened(batch)
-        if is_packed and not loss.is_of_tokens:
+        if is_packed and not loss.reads_tokens_only:
             raise UserError(NOT_PACKED.format(type(loss).__name__))
         for cutter in cutting.further:
             cutter.check(adapter, batch, packing=is_packed)

@@ -30,7 +30,7 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
         UserError: on every process: the job has another number of processes, or more than stages; or a device does not
             exist, or two processes share a GPU.
     """
-    alone = World.of_job()
+    alone = World.current()
     count = config.division.workers_among(alone.num_processes)
     if config.num_processes not in (None, count):
         raise UserError(

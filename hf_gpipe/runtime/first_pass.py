@@ -64,12 +64,12 @@ def with_comparison(micro_batches: Sequence[MicroBatch], rows: torch.Tensor, dev
             continue
         leaf = torch.cat(vectors).to(device).requires_grad_(torch.is_grad_enabled())
         labels = _joined([member.inputs["labels"] for member in members]).to(device)
-        losses = loss.of_mini_batch(members[0].mini_batch, is_training=torch.is_grad_enabled()).compare(leaf, labels)
+        losses = loss.for_mini_batch(members[0].mini_batch, is_training=torch.is_grad_enabled()).compare(leaf, labels)
         gradients = torch.autograd.grad(losses.sum(), leaf)[0] if leaf.requires_grad else torch.zeros_like(leaf)
         counts = [member.num_rows for member in members]
-        of_units = losses.detach().repeat_interleave(loss.rows_per_unit)
+        unit_losses = losses.detach().repeat_interleave(loss.rows_per_unit)
         for micro_batch, gradient, value in zip(
-            members, gradients.cpu().split(counts), of_units.cpu().split(counts), strict=True
+            members, gradients.cpu().split(counts), unit_losses.cpu().split(counts), strict=True
         ):
             inputs = {**micro_batch.inputs, ROW_GRADIENTS: gradient, UNIT_LOSSES: value}
             compared.append(replace(micro_batch, inputs=inputs))

@@ -127,7 +127,7 @@ class _Slices:
         self._finish, self._is_finished = deferred.finish, deferred.is_projection_alone
         self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
         self._shape, self._targets = targets.shape, targets.flatten()
-        self._loss, self._of_tokens = loss, loss.of_tokens
+        self._loss, self._token_loss = loss, loss.token_loss
         self._is_sum_of_tokens = loss.reads in (Reads.TOKENS, Reads.TOKENS | Reads.COMPANION)
         self._read = read
         self._companion = read.companion if Reads.COMPANION in loss.reads else None
@@ -199,7 +199,7 @@ class _Slices:
             The four gradients. If the weight's gradient was added to its `.grad` already, None stands in its place, or
             zeros where autograd must call hooks.
         """
-        factor = self._of_tokens.units(self._targets).to(outer.dtype).mul_(outer)
+        factor = self._token_loss.units(self._targets).to(outer.dtype).mul_(outer)
         of_read = None
         if self._is_sum_of_tokens:
             factor /= self._read.num_units
@@ -277,4 +277,4 @@ class _Slices:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = self._targets[rows]
         options: dict[str, Any] = {} if self._companion is None else {"companion": self._companion.of(rows)}
-        return self._of_tokens.with_gradient(logits, targets, overwrite=overwrite, part=self._part, **options)
+        return self._token_loss.with_gradient(logits, targets, overwrite=overwrite, part=self._part, **options)

@@ -109,7 +109,7 @@ class StepOptions:
         loss_scale: factor of the loss before backward, and so of the gradients.
         on_logits: called on the last stage in evaluation, for each micro-batch.
         is_first_pass: whether forwards give what a loss that compares units reads of each row.
-        is_of_tokens: whether forwards give the log-probability of each target, as the loss reads it.
+        gives_log_probs: whether forwards give the log-probability of each target, as the loss reads it.
         is_likelihood_only: whether an evaluation gives the rows' negative log-likelihood alone, whatever the loss is.
     """
 
@@ -117,7 +117,7 @@ class StepOptions:
     on_logits: LogitsCallback | None = None
     is_likelihood_only: bool = False
     is_first_pass: bool = False
-    is_of_tokens: bool = False
+    gives_log_probs: bool = False
 
 
 PLAIN_STEP = StepOptions()

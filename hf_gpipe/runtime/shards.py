@@ -253,7 +253,7 @@ class Shards:
         whole = {name: slots for name, slots in states.items() if name not in self._ends}
         for names, ranks, (_, group) in self._replicated():
             mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
-            kinds = [wire.of_plain(one, _Kinds) for one in wire.gather(wire.to_plain(mine, _Kinds), group)]
+            kinds = [wire.from_plain(one, _Kinds) for one in wire.gather(wire.to_plain(mine, _Kinds), group)]
             for name in names:
                 holders = self._holders(name)
                 first = dist.get_group_rank(group, ranks[holders[0]])

@@ -194,21 +194,21 @@ class Stage:
         """
         options, micro_batch = context.options, context.micro_batch
         own = PLAIN if options.is_likelihood_only else micro_batch.loss
-        loss = own.of_mini_batch(micro_batch.mini_batch, is_training=False)
+        loss = own.for_mini_batch(micro_batch.mini_batch, is_training=False)
         with torch.no_grad():
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
                 return outputs
             targets = self.model.adapter.targets(read.inputs)
             # Its own first, which may note metrics, and that of the likelihood unless it is the same.
-            wanted = dict.fromkeys((loss.of_tokens, PLAIN))
+            wanted = dict.fromkeys((loss.token_loss, PLAIN))
             if deferred is not None:
                 losses = deferred_token_losses(deferred, targets, wanted, read)
             elif Reads.TOKENS in loss.reads or self.model.adapter.scores_targets:
-                losses = [token_loss.of_logits(read, targets) for token_loss in wanted]
+                losses = [token_loss.position_losses(read, targets) for token_loss in wanted]
             else:
                 losses = [torch.full(targets.shape, math.nan, device=targets.device)]
-            if options.is_of_tokens:
+            if options.gives_log_probs:
                 return {"rows": -losses[0]}
             read = replace(read, token_losses=losses[0])
             if options.is_first_pass:
@@ -218,7 +218,7 @@ class Stage:
             if not options.is_likelihood_only and "auxiliary_loss" in outputs:
                 self.model.router_port.note(outputs["auxiliary_loss"], is_training=False)
             outputs |= {"nll": losses[-1].sum(dim=1), "num_units": loss.row_units(targets)}
-            return {**outputs, "loss": loss.of_each_row(read)}
+            return {**outputs, "loss": loss.row_losses(read)}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""
@@ -280,7 +280,7 @@ class Stage:
             name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
         }
         micro_batch = context.micro_batch
-        loss = micro_batch.loss.of_mini_batch(micro_batch.mini_batch, is_training=True)
+        loss = micro_batch.loss.for_mini_batch(micro_batch.mini_batch, is_training=True)
         with self.model.batch_norms.of_micro_batch(micro_batch.index):
             outputs, deferred, read = self._forward(loss, context, received)
         if self.is_last:
@@ -332,6 +332,6 @@ class Stage:
         if not torch.is_grad_enabled():
             # Another forward follows; functions of the user's are called in that one alone.
             return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
-        losses = loss.of_tokens(logits, targets).view(targets.shape) if Reads.TOKENS in loss.reads else None
+        losses = loss.token_loss(logits, targets).view(targets.shape) if Reads.TOKENS in loss.reads else None
         value = loss.total(replace(read, token_losses=losses, logits=logits.view_as(logits)))
         return value if added is None else value + added

@@ -45,7 +45,7 @@ class Work:
     """The part that a micro-batch without a graph takes from the start of its F to the start of its R."""
 
     @classmethod
-    def of_equal_stages(cls, num_stages: int, recomputed: Sequence[bool] | None = None) -> Work:
+    def equal_stages(cls, num_stages: int, recomputed: Sequence[bool] | None = None) -> Work:
         """F, R, I and W of one second each, free messages, and 1 of the limit for each stage."""
         ones = [1.0] * num_stages
         input_seconds = [1.0 + again for again in recomputed or [False] * num_stages]

@@ -81,7 +81,7 @@ class Costs:
         return "others", (self.others or {}).get(kind, 0), 1
 
     @classmethod
-    def of_kinds(cls, seconds: Mapping[ActionKind, Sequence[Seconds]]) -> Costs:
+    def from_kinds(cls, seconds: Mapping[ActionKind, Sequence[Seconds]]) -> Costs:
         """The costs of kinds whose actions compute, one sequence for each; messages take no time."""
         named: dict[str, Any] = {}
         for kind, value in seconds.items():

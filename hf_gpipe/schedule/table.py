@@ -294,7 +294,7 @@ class Schedule:
                 micro_batches.setdefault((worker, action.stage), set()).add(action.micro_batch)
         return {where: tuple(sorted(own)) for where, own in micro_batches.items()}
 
-    def of_first(self, num_micro_batches: int) -> Schedule:
+    def first(self, num_micro_batches: int) -> Schedule:
         """The table of the first n micro-batches, without the actions of the others.
 
         A valid table stays valid, for an action needs no other micro-batch's actions: run what is left in the order in

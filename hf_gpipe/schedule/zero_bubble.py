@@ -211,7 +211,7 @@ def _v_listed(
     num_micro_batches: int, placement: Placement, limits: Limits, limit: float, in_flight: Sequence[float] | None = None
 ) -> list[list[Action]]:
     limits = fused_last(limits)
-    work = Work.of_equal_stages(placement.num_stages, [graphs == 0 for graphs in limits])
+    work = Work.equal_stages(placement.num_stages, [graphs == 0 for graphs in limits])
     most = [limit] * placement.num_processes
     return rows_with_recomputations(
         best_listed(placement, num_micro_batches, work, most, in_flight).orders, placement, limits

@@ -60,7 +60,7 @@ class DistillationLoss(TokenLoss):
                 f"label_smoothing={self.label_smoothing!r} is of the cross-entropy, and cross_entropy_share is 0"
             )
 
-    def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
+    def position_losses(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         length = targets.shape[1]
         parts = [
             self.with_gradient(logits, own, companion=read.companion.whole(slice(row * length, (row + 1) * length)))[0]
@@ -137,7 +137,7 @@ class DistillationLoss(TokenLoss):
 
 def loss_of(recipe: Recipe) -> DistillationLoss:
     """The loss of a recipe that names a teacher."""
-    return DistillationLoss.of_settings(recipe.training, **values_in(recipe.distillation, DistillationOptions))
+    return DistillationLoss.from_settings(recipe.training, **values_in(recipe.distillation, DistillationOptions))
 
 
 class _Planned(DistillationLoss):

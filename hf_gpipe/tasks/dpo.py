@@ -106,10 +106,10 @@ class PreferenceLoss(NotingLoss):
         cut = {**batch, "labels": labels.masked_fill(~_is_shared(labels), IGNORED_LABEL)}
         return alpha * log_probs(batch) + (1 - alpha) * log_probs(cut)
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""
         if self.compares_units:
-            return super().of_units(read)
+            return super().unit_losses(read)
         return self.compare(self.embed(read), read.inputs["labels"])
 
     def embed(self, read: LossInputs) -> torch.Tensor:

@@ -233,7 +233,7 @@ class _Images(Task):
     def workload(self, recipe: Recipe, config: PreTrainedConfig) -> Workload:
         pixels = shape_read(image_processor_of(recipe))
         entries = {"pixel_values": pixels[None], "labels": torch.zeros(1, dtype=torch.long)}
-        return Workload.of_entries(entries).of_rows(recipe.training.batch_size)
+        return Workload.from_entries(entries).with_rows(recipe.training.batch_size)
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         """The report of classes, with the share of rows whose class is among the five most likely ones."""

@@ -75,7 +75,7 @@ class KTOLoss(NotingLoss):
             z = (model(rows) - before).mean().clamp(min=0)
         return {**passed, "desirable": desirable, "kl": z.expand(len(desirable))}
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each row, (B,); the inputs have "ref_logps", "desirable" and "kl", (B,) each."""
         inputs, is_desirable = read.inputs, read.inputs["desirable"]
         ratios = read.log_probs - inputs["ref_logps"].to(read.log_probs)

@@ -52,7 +52,7 @@ class RewardLoss(NotingLoss):
     #: As in TRL, the loss is a function of the rewards alone.
     adds_auxiliary = False
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,), from logits (B, 1) and labels (B,)."""
         logits = read.logits.to(torch.promote_types(read.logits.dtype, torch.float32))
         chosen, rejected = logits.view(-1, 2).unbind(dim=1)

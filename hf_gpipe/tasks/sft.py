@@ -141,12 +141,12 @@ class PipelineSFTConfig(LanguageModelArguments):
         return isinstance(self.dataset_kwargs, dict) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
 
     @property
-    def of_tokens(self) -> TokenLoss:
-        return replace(super().of_tokens, is_dynamic=self.loss_type == "dft")
+    def token_loss(self) -> TokenLoss:
+        return replace(super().token_loss, is_dynamic=self.loss_type == "dft")
 
     def make_loss(self) -> TokenLoss:
         """The loss that these arguments ask for, which notes its metrics."""
-        return replace(self.of_tokens, metrics=TokenMetrics())
+        return replace(self.token_loss, metrics=TokenMetrics())
 
 
 class PipelineSFTTrainer(TaskTrainer):
@@ -205,11 +205,11 @@ class PipelineSFTTrainer(TaskTrainer):
 
     def _check_loss(self) -> None:
         loss, args = self.pipe.loss, self.args
-        if loss.is_of_tokens and (loss != args.make_loss() or loss.of_tokens.metrics is None):
+        if loss.reads_tokens_only and (loss != args.make_loss() or loss.token_loss.metrics is None):
             raise UserError(
                 "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss()"
             )
-        if not loss.is_of_tokens and args.loss_type != "nll":
+        if not loss.reads_tokens_only and args.loss_type != "nll":
             raise UserError(
                 f"loss_type is {args.loss_type!r}, and the loss of the given Pipeline, a {type(loss).__name__}, does "
                 "not read it; leave loss_type out"
@@ -314,7 +314,7 @@ class PipelineSFTTrainer(TaskTrainer):
     def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """TRL's metrics since the last call: means over the mini-batches, and the tokens trained on so far."""
         metrics: dict[str, float] = {"num_tokens": self.num_trained_tokens}
-        if (noted := self.pipe.loss.of_tokens.metrics) is not None:
+        if (noted := self.pipe.loss.token_loss.metrics) is not None:
             metrics |= means(self.world.gather_objects(noted.take(is_training=is_training)))
         return metrics | self._auxiliary_loss(is_training=is_training)
 

@@ -243,7 +243,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
             raise UserError(f"{type(self).__name__} has no argument {name!r}, which was set: {MISSING_ARGUMENTS[name]}")
         self._check_numbers()
         check_choice("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
-        self.of_tokens  # noqa: B018  # raises UserError for other numbers
+        self.token_loss  # noqa: B018  # raises UserError for other numbers
         self._check_sampling()
         if self.recompute in ("none", "host") and self.is_checkpointing:
             raise UserError(
@@ -308,9 +308,9 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         return inputs
 
     @property
-    def of_tokens(self) -> TokenLoss:
+    def token_loss(self) -> TokenLoss:
         """The cross-entropy with the options of these arguments."""
-        return TokenLoss.of_settings(self)
+        return TokenLoss.from_settings(self)
 
     def make_loss(self) -> Loss | None:
         """The loss that these arguments ask for; None: the cross-entropy."""
@@ -411,7 +411,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
             desc: the work, for the library's signature.
         """
         is_first = (self.local_process_index if local else self.process_index) == 0
-        with World.of_job().working():
+        with World.current().working():
             if is_first:
                 yield
         if not is_first:

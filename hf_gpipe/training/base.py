@@ -192,7 +192,7 @@ def make_pipeline(
         loss: the loss in place of the cross-entropy.
     """
     config = args.config
-    inputs = args.planned(PlanInputs.of_training(args, packing=args.packs_rows))
+    inputs = args.planned(PlanInputs.from_training(args, packing=args.packs_rows))
     # The example is what the layers of a chain are found with.
     if chain_of(spec) is not None or not config.with_defaults(can_plan=True).is_decided:
         examples: list[Any] = []
@@ -200,7 +200,7 @@ def make_pipeline(
         inputs = replace(inputs, example=examples[0] if examples else None)
     if config.num_micro_batches in (None, AUTO):
         config = config.resumed(world.from_main(lambda: _num_micro_batches_before(Path(str(args.output_dir)))))
-    loss = asked_loss(loss, args.of_tokens)
+    loss = asked_loss(loss, args.token_loss)
     return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, args.sorts_rows), world)
 
 

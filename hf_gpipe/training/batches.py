@@ -115,4 +115,4 @@ def example_of_training(trainer: TrainerInterface, spec: ModelSpec) -> Batch | W
         return None
     read = {*inspect.signature(chain.forward).parameters, *Adapter.loss_keys}
     row = next(iter(batches_of(trainer, dataset, BatchSize(1), read=read)))
-    return Workload.of_entries(tensors_of(row)).of_rows(trainer.args.per_device_train_batch_size)
+    return Workload.from_entries(tensors_of(row)).with_rows(trainer.args.per_device_train_batch_size)

@@ -85,7 +85,7 @@ class Evaluator:
         )
         for predicted in results:
             losses.append(predicted.evaluation.loss)
-            num_rows.append(len(predicted.evaluation.row_nll) // pipe.loss.of_batch(predicted.batch).rows_per_unit)
+            num_rows.append(len(predicted.evaluation.row_nll) // pipe.loss.dataset_loss(predicted.batch).rows_per_unit)
             has_labels = has_labels and predicted.has_labels
             if has_predictions:
                 part = self._rows_of(predicted)

@@ -38,7 +38,7 @@ def decided_by(pipe: Pipeline) -> Mapping[str, tuple[Sequence[Any], str]]:
     # The arguments name the default backend as soon as they ask for torch.compile.
     values["torch_compile_backend"] = [pipe.config.compiled.backend]
     values["packing"] = [pipe.packing]
-    values |= {name: [getattr(pipe.loss.of_tokens, own)] for name, own in SETTINGS.items()}
+    values |= {name: [getattr(pipe.loss.token_loss, own)] for name, own in SETTINGS.items()}
 
     modes = {pipe.recompute} if isinstance(pipe.recompute, str) else {*pipe.recompute}
     recomputes = [modes.isdisjoint({"none", "host"})], f"recompute={pipe.recompute!r}"

@@ -181,7 +181,7 @@ class _Pipeline:
 
     def __init__(self, setting: Emulated) -> None:
         self.table = setting.table
-        world = Mesh.of(World.of_job(), self.table.placement)
+        world = Mesh.of(World.current(), self.table.placement)
         transfer: Any = setting.costs.transfer_seconds
         is_slow = isinstance(transfer, Sequence)
         boundary = (

@@ -128,7 +128,7 @@ class Case:
         """The mini-batch and the optimizer, for the planner."""
         if self.training == "packed":
             batch = self.batch()
-            return PlanInputs(Workload.of_batch(batch, packing=True), packing=True)
+            return PlanInputs(Workload.from_batch(batch, packing=True), packing=True)
         # A micro-batch of one row has no padding.
         return PlanInputs(Workload(self.rows, self.source, self.target, self.rows > self.num_micro_batches))
 
@@ -136,7 +136,7 @@ class Case:
     def workload(self) -> Workload:
         """Of its largest micro-batch."""
         workload = self.inputs.mini_batch()
-        return workload.of_rows(-(-self.rows // self.num_micro_batches))
+        return workload.with_rows(-(-self.rows // self.num_micro_batches))
 
     @property
     def settings(self) -> DecidedConfig:
@@ -174,7 +174,7 @@ def profile(case: Case) -> Sequence[ModelCosts]:
         device=torch.device(case.device),
         loss=case.loss.planned,
         barrier=meet,
-        ranks=ranks_of_workers(World.of_job(), Division(case.num_ranks)),
+        ranks=ranks_of_workers(World.current(), Division(case.num_ranks)),
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
     return costs_of_members(case.workload, Groups(case.sequence_chunks), measured)

@@ -159,7 +159,7 @@ def _table(
             check_visits(table, are_trained=visitors == "all")
     if is_beside:
         table = updates_beside(table) or table
-    return table if first is None else table.of_first(first)
+    return table if first is None else table.first(first)
 
 
 def _name(values: dict[str, Any]) -> str:

@@ -303,10 +303,10 @@ SIX_AND_TWO = Heads.of(6, 2, 3)
 @pytest.mark.parametrize(
     "cut",
     [
-        Cut.of_packs(0, [dealt(7, 3)]),
-        Cut.of_packs(1, [dealt(6, 4), dealt(6, 4)]),
-        Cut.of_packs(1, [scaled(Heads.of(4, 2, 4).pairs, 6)]),
-        Cut.of_packs(1, [scaled(one, 2) for one in (SIX_AND_TWO.queries, SIX_AND_TWO.pairs, SIX_AND_TWO.pairs)]),
+        Cut.from_packs(0, [dealt(7, 3)]),
+        Cut.from_packs(1, [dealt(6, 4), dealt(6, 4)]),
+        Cut.from_packs(1, [scaled(Heads.of(4, 2, 4).pairs, 6)]),
+        Cut.from_packs(1, [scaled(one, 2) for one in (SIX_AND_TWO.queries, SIX_AND_TWO.pairs, SIX_AND_TWO.pairs)]),
     ],
 )
 def test_a_whole_tensor_comes_back_bit_for_bit(cut: Cut) -> None:
@@ -330,7 +330,7 @@ def test_the_loss_of_parts_of_the_vocabulary_is_that_of_the_whole(options: dict[
     logits = torch.randn(6, tokens, dtype=torch.float64)
     logits[0, 2] = logits[0, 9] = 5.0  # the first of two equal ones counts
     targets = torch.tensor([9, 3, -100, 10, 0, 7])
-    cut = Cut.of_packs(1, [dealt(tokens, size)])
+    cut = Cut.from_packs(1, [dealt(tokens, size)])
     of = (0, 0)
 
     def one(part: VocabularyPart | None, own: torch.Tensor) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from tests.gloo import run_gloo
 from tests.oracle import tiny_config
 from tests.training.toy import trainer, weights
 
-ALONE = World.of_job()
+ALONE = World.current()
 SETTINGS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "dropout": 0.2, "family": "llama"}
 SHARD = "model-00002-of-00002.safetensors"
 OPTIMIZER = f"{FOLDER}/optimizer-00001-of-00002.safetensors"
@@ -249,7 +249,7 @@ def _resume_together(folder: str) -> tuple[list[tuple[str, str | None]], list[st
         original(self, parts)
 
     digests.Digests.check = spy  # type: ignore[method-assign]
-    world = World.of_job()
+    world = World.current()
     check_whole(Path(folder) / "checkpoint-2", world)
     digests.Digests.check = original  # type: ignore[method-assign]
     return read, lines, last_checkpoint(Path(folder), world)

@@ -23,7 +23,7 @@ from tests import gloo
 from tests.forked_command import Program
 from tests.training.toy import trainer
 
-ALONE = World.of_job()
+ALONE = World.current()
 
 
 def _hold(folder: Path, ready: Any) -> None:
@@ -168,7 +168,7 @@ import os, sys
 from pathlib import Path
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.job.world import World
-with owned(Path(sys.argv[1]), World.of_job()):
+with owned(Path(sys.argv[1]), World.current()):
     if os.fork() == 0:
         os.close(1)
         os.execvp("sleep", ["sleep", "60"]) if sys.argv[2] == "program" else __import__("time").sleep(60)
@@ -192,7 +192,7 @@ from pathlib import Path
 from hf_gpipe.checkpoint import lock
 from hf_gpipe.job.world import World
 lock.BEAT_SECONDS = 0.2
-with lock.owned(Path(sys.argv[1]), World.of_job()):
+with lock.owned(Path(sys.argv[1]), World.current()):
     print("ready", flush=True)
     time.sleep(100)
 """
@@ -223,7 +223,7 @@ def test_a_trainer_takes_it(tmp_path: Path, holder: BaseProcess, is_quick: None)
 def _second(folder: Path) -> str:
     lock.ENDING_SECONDS = 0.3
     try:
-        with owned(folder, World.of_job()):
+        with owned(folder, World.current()):
             return "taken"
     except UserError as error:
         return str(error)

@@ -60,7 +60,7 @@ def random_noise(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 2, ids), "labels": ids}
 
 
-ALONE = World.of_job()
+ALONE = World.current()
 SAVE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 9, "dropout": 0.2}
 START = RunState(position=DataPosition(epoch=0, mini_batches=0), pipeline_step=0, data={})
 
@@ -360,7 +360,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_checkpoint_has_no_name(tmp_path: Path) -> None:
-    world = World.of_job()
+    world = World.current()
     final = tmp_path / "checkpoint-5"
 
     def crash() -> None:
@@ -406,7 +406,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(CheckpointError, match="cannot write"),
-        written_whole(tmp_path / "file" / "checkpoint-1", World.of_job()),
+        written_whole(tmp_path / "file" / "checkpoint-1", World.current()),
     ):
         pass
 
@@ -487,10 +487,10 @@ def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, by_limit
 
 
 def _see_each_other(folder: str) -> str:
-    rank = World.of_job().rank
+    rank = World.current().rank
     os.makedirs(f"{folder}/{rank}", exist_ok=True)
     os.chdir(f"{folder}/{rank}")
-    check_shared(Path(folder) / "common", World.of_job())
+    check_shared(Path(folder) / "common", World.current())
     directory._APPEARS_SECONDS = 0.2
     with pytest.raises(CheckpointError) as caught:
         trainer(Path("out"), **SAVE).train()

@@ -105,7 +105,7 @@ def test_norm_and_clipping_are_few_kernels_and_copy_no_gradient() -> None:
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, 1e-30 * (1 + number))
     with Operations() as operations:
-        norm = gradient_norm(gradients_of(parameters), World.of_job())
+        norm = gradient_norm(gradients_of(parameters), World.current())
         clip(parameters, 1e-30, 1.0)
     expected = torch.tensor([1e-30 * (1 + number) for number in range(100)], dtype=torch.float64).norm() * 500**0.5
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)

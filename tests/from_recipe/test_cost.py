@@ -21,7 +21,7 @@ def line(step: int, tokens_per_second: float, training_seconds: float) -> dict[s
 
 def test_speed_counts_every_line_by_its_time_and_not_the_evaluations() -> None:
     log = [line(1, 10.0, 4.0), {"step": 10, "eval_loss": 1.0}, line(11, 100.0, 10.0), line(21, 100.0, 20.0)]
-    speed = Speed.of_log(log)
+    speed = Speed.from_log(log)
     assert speed.num_steps == 21
     assert speed.training_seconds == 34.0
     assert speed.tokens_per_second == pytest.approx((40 + 1000 + 2000) / 34)
@@ -31,12 +31,12 @@ def test_speed_counts_every_line_by_its_time_and_not_the_evaluations() -> None:
 def test_a_short_last_line_does_not_count() -> None:
     """The one step of the last line, with the rows that the epoch left over, changed the seconds of a step by half."""
     log = [line(20, 100.0, 40.0), line(21, 100.0, 0.2)]
-    assert Speed.of_log(log).seconds_per_step == 2.0
-    assert Speed.of_log(log).num_steps == 21
+    assert Speed.from_log(log).seconds_per_step == 2.0
+    assert Speed.from_log(log).num_steps == 21
 
 
 def test_without_a_line_nothing_is_known() -> None:
-    assert Speed.of_log([{"step": 1, "loss": 2.0}]) == Speed(0, 0.0, None, None)
+    assert Speed.from_log([{"step": 1, "loss": 2.0}]) == Speed(0, 0.0, None, None)
 
 
 def test_a_resumed_training_counts_the_updates_before_it(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_resumed_training_counts_the_updates_before_it(tmp_path: Path) -> None
     trainer(tmp_path, callbacks=[Recorder()], **{**options, "max_steps": 4}).train()
     resumed = trainer(tmp_path, callbacks=[Recorder()], **options)
     resumed.train(resume_from_checkpoint=True)
-    speed = Speed.of_log(resumed.state.log_history)
+    speed = Speed.from_log(resumed.state.log_history)
     assert speed.num_steps == 6
     assert 0 < speed.training_seconds < 60
 

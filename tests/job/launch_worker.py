@@ -64,7 +64,7 @@ def body(what: str, folder: Path) -> None:
         threading.Timer(1, abort_in_a_thread_outside_of_python).start()
     if what in ("preparing", "dies", "stopped"):
         # Longer than a message may take.
-        World.of_job().from_main(lambda: prepare(what), takes_long=True)
+        World.current().from_main(lambda: prepare(what), takes_long=True)
     # Waits in gloo, where no Python handler runs.
     dist.all_reduce(torch.ones(1))
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")

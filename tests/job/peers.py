@@ -31,7 +31,7 @@ def rank(folder: Path) -> int:
     """A process of the run."""
     try:
         job = join_job(30.0)
-        world = World.of_job()
+        world = World.current()
         total = world.all_reduce(torch.ones(2))
         found = world.gather_objects(f"of {world.rank}")
         (folder / f"found-{world.rank}").write_text(f"{found} {total.tolist()}")

@@ -151,12 +151,12 @@ def test_a_device_that_does_not_exist(device: str, message: str, monkeypatch: py
 def test_a_number_of_processes_that_does_not_fit() -> None:
     with pytest.raises(UserError, match="num_processes is 2 and 1 are running"):
         world_for(PipelineConfig(num_stages=2, num_processes=2))
-    three = World.of_job().on(["cpu"] * 3)
+    three = World.current().on(["cpu"] * 3)
     with pytest.raises(UserError, match="process 0 has 3 devices for 2 stages: cpu, cpu, cpu"):
         Mesh.of(three, Placement.spread(2, 1))
 
 
 def test_the_ranks_of_a_worker_have_a_device_each() -> None:
-    two, stages = World.of_job().on(["cpu"] * 2), Placement.spread(2, 1)
+    two, stages = World.current().on(["cpu"] * 2), Placement.spread(2, 1)
     with pytest.raises(UserError, match=r"tensor_parallel is 2 and a process has several devices \(cpu, cpu\); give"):
         Mesh.of(two, Placement(stages.workers, ranks_per_worker=2))

@@ -152,7 +152,7 @@ def test_a_store_that_says_nothing_is_lost() -> None:
 
 def _work_with_another_default_type() -> int:
     """As transformers does while it builds a model of another type."""
-    world = World.of_job()
+    world = World.current()
     for _ in range(2):
         with world.working():
             torch.set_default_dtype(torch.float64 if world.rank else torch.float32)

@@ -144,7 +144,7 @@ def test_an_interface_with_an_address_of_ipv6_alone(monkeypatch: pytest.MonkeyPa
     assert network.addresses() == {"lo": "127.0.0.1", "eth0": "fd00::2", "ib0": "fe80::2%ib0"}
     for name, address in (("eth0", "fd00::2"), ("ib0", "fe80::2%ib0")):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-        mine = RankFacts.of_this_process(is_alone=False)
+        mine = RankFacts.current(is_alone=False)
         assert (mine.address, mine.interface, mine.problem) == (address, name, "")
         assert mine.interfaces == ("eth0", "ib0")
         assert not complaints([mine, replace(mine, host="another", boot="other")])
@@ -159,7 +159,7 @@ def test_machines_reach_each_other_by_ipv6() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     with door:
-        mine = replace(RankFacts.of_this_process(), address="::1", interface="lo")
+        mine = replace(RankFacts.current(), address="::1", interface="lo")
         other = replace(mine, host="another", port=door.getsockname()[1])
         assert not unreached(mine, [mine, other])
 
@@ -248,13 +248,13 @@ def _on_two_machines(folder: Path) -> list[Any]:
     (folder / host).mkdir()
     os.chdir(folder / host)
     Path("pairs.jsonl").write_text(f'{{"source": "{host}", "target": "b"}}\n')
-    World.of_job().barrier()
+    World.current().barrier()
     text = (
         "model: {{path: x}}\ndata: {{kind: jsonl, path: {}}}\ntraining: {{output_dir: o, max_steps: 1, batch_size: 1}}"
     )
     for path in ("pairs.jsonl", "../n/pairs.jsonl"):
         recipe = parse_recipe(text.format(path))
-        found.append(_error(_check_same_data, recipe, World.of_job()))
+        found.append(_error(_check_same_data, recipe, World.current()))
     return found
 
 

@@ -49,7 +49,7 @@ def test_a_default_group_without_cpu_tensors(tmp_path: Path) -> None:
 
 
 def _messages() -> tuple[Any, ...]:
-    world = World.of_job()
+    world = World.current()
     rank, other = world.rank, 1 - world.rank
     tensor = torch.tensor([float(rank)])
     world.broadcast(tensor, 1)
@@ -81,7 +81,7 @@ def test_messages_between_processes() -> None:
 
 def _write_slowly(folder: str) -> None:
     Job.current().timeout = timedelta(seconds=3)
-    world = World.of_job()
+    world = World.current()
     with (
         patch.object(save, "_sync", lambda *paths: time.sleep(4)),
         save.written_whole(Path(folder) / "saved", world) as temporary,
@@ -98,7 +98,7 @@ def _rejoin(folder: str) -> list[list[int]]:
     gathered = []
     for attempt in range(2):
         rank = dist.get_rank()
-        gathered.append(World.of_job().gather_objects(rank))
+        gathered.append(World.current().gather_objects(rank))
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/{attempt}", 2)
         dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=2, timeout=timedelta(seconds=30))
@@ -111,7 +111,7 @@ def test_a_second_default_group(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    world = World.of_job()
+    world = World.current()
     value = torch.ones(2)
     world.barrier()
     assert world.broadcast(value, 0) is None

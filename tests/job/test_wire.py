@@ -48,7 +48,7 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize(("value", "kind"), KINDS)
 def test_a_value_of_a_type_comes_back_as_it_was(value: Any, kind: Any) -> None:
-    found = wire.of_plain(wire.unpack(wire.pack(wire.to_plain(value, kind))), kind)
+    found = wire.from_plain(wire.unpack(wire.pack(wire.to_plain(value, kind))), kind)
     assert found == value
     assert type(found) is type(value)
 
@@ -65,7 +65,7 @@ def test_a_value_of_a_type_comes_back_as_it_was(value: Any, kind: Any) -> None:
 )
 def test_a_value_of_another_type_is_one_error(plain: Any, kind: Any) -> None:
     with pytest.raises(MessageError, match="is not one of hf_gpipe's"):
-        wire.of_plain(plain, kind)
+        wire.from_plain(plain, kind)
 
 
 def test_tensors_and_arrays_come_back_as_they_were() -> None:
@@ -175,7 +175,7 @@ def test_a_malformed_mini_batch_is_one_error(data: bytes) -> None:
 
 
 def _exchange() -> dict[str, Any]:
-    world = World.of_job()
+    world = World.current()
     rank, group = world.rank, world.group_on(torch.device("cpu"))
     found: dict[str, Any] = {
         "gathered": world.gather_objects({"rank": rank, "more": "x" * 9000 * rank}),

@@ -87,11 +87,11 @@ def test_a_step_has_its_rollouts_and_passes_before_its_tables() -> None:
     assert alone.step_seconds == alone.table_seconds
     seen: list[tuple[int, int]] = []
 
-    def of_tokens(rows: int, tokens: int) -> ModelCosts:
+    def generation_costs(rows: int, tokens: int) -> ModelCosts:
         seen.append((rows, tokens))
         return model(*(layer(f"h.{index}", seconds=0.25 * tokens) for index in range(4)))
 
-    made.of_tokens, made.num_forwards = of_tokens, 3
+    made.generation_costs, made.num_forwards = generation_costs, 3
     made.inputs = replace(made.inputs, example=Workload(4, 4, 4), new_tokens=2, vocabulary=8, updates=2)
     plan = made.plan(settings((2, 2)))
     assert set(seen) == {(4, 2), (4, 1)}  # of four tokens two are generated

@@ -50,22 +50,22 @@ def test_inputs_have_the_shape(family: str, has_padding: bool) -> None:
 
 def test_of_a_batch() -> None:
     batch = {"input_ids": torch.ones(5, 8), "labels": torch.ones(5, 6), "attention_mask": torch.ones(5, 8)}
-    assert Workload.of_batch(batch) == Workload(5, 8, 6, has_padding=False)
+    assert Workload.from_batch(batch) == Workload(5, 8, 6, has_padding=False)
     batch["attention_mask"][0, 7] = 0
-    assert Workload.of_batch(batch) == Workload(5, 8, 6)
+    assert Workload.from_batch(batch) == Workload(5, 8, 6)
 
 
 def test_packed_rows_count_by_their_tokens() -> None:
     mask = (torch.arange(8) < torch.tensor([[8], [2], [3], [2]])).long()
     batch = {"input_ids": torch.ones(4, 8, dtype=torch.long), "attention_mask": mask}
-    assert Workload.of_batch(batch, packing=True) == Workload.packed(4, (4, 8), (4, 8))
+    assert Workload.from_batch(batch, packing=True) == Workload.packed(4, (4, 8), (4, 8))
     pairs = batch | {"labels": torch.tensor([[5, -100, -100], [5, 5, 5], [5, 5, -100], [5, 5, -100]])}
-    found = Workload.of_batch(pairs, packing=True, adapter=adapter_for(tiny_config("marian")))
+    found = Workload.from_batch(pairs, packing=True, adapter=adapter_for(tiny_config("marian")))
     assert found == Workload.packed(4, (4, 8), (2, 3))
     flattened = {name: torch.cat([torch.arange(n) for n in (3, 5)])[None] for name in ("input_ids", "position_ids")}
-    assert Workload.of_batch(flattened | {"max_length_q": 5}) == Workload.packed(2, (4, 5), (4, 5))
-    assert found.of_rows(3) == Workload.packed(3, (4, 8), (2, 3))
-    assert found.of_rows(1) == Workload.packed(1, (8, 8), (3, 3))
+    assert Workload.from_batch(flattened | {"max_length_q": 5}) == Workload.packed(2, (4, 5), (4, 5))
+    assert found.with_rows(3) == Workload.packed(3, (4, 8), (2, 3))
+    assert found.with_rows(1) == Workload.packed(1, (8, 8), (3, 3))
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_size: 10, packing: true"))
     assert longest_mini_batch(recipe, is_encoder_decoder=False) == Workload.packed(10, (50, 50), (50, 50))
 

@@ -24,19 +24,19 @@ def test_it_is_the_norm_of_all_gradients_at_once(dtype: torch.dtype, monkeypatch
     # The first is longer than the pieces that a gradient is read in, and no multiple of them, nor of their rows.
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 301), (7,), (1, 1))]
     before = [one.clone() for one in gradients]
-    found = gradient_norm(gradients_of(parameter(one) for one in (*gradients, None)), World.of_job())
+    found = gradient_norm(gradients_of(parameter(one) for one in (*gradients, None)), World.current())
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.cat([one.flatten() for one in gradients]).double().norm())
     assert all(map(torch.equal, gradients, before)), "they are read alone"
 
 
 def test_squares_that_float32_cannot_hold_count() -> None:
-    found = gradient_norm([torch.full((4,), 1e-30)], World.of_job())
+    found = gradient_norm([torch.full((4,), 1e-30)], World.current())
     torch.testing.assert_close(found, torch.tensor(2e-30, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 def test_without_gradients_it_is_zero() -> None:
-    assert gradient_norm([], World.of_job()) == 0
+    assert gradient_norm([], World.current()) == 0
 
 
 def test_clipping_is_torchs() -> None:
@@ -51,6 +51,6 @@ def test_clipping_is_torchs() -> None:
 
 
 def test_loss_and_norm_come_together() -> None:
-    found = begin_loss_and_norm(torch.tensor(1.5), [torch.tensor([3.0, 4.0])], World.of_job())()
+    found = begin_loss_and_norm(torch.tensor(1.5), [torch.tensor([3.0, 4.0])], World.current())()
     assert found.tolist() == [1.5, 5.0]
     assert found.dtype == torch.float64

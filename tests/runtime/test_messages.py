@@ -219,7 +219,7 @@ def test_communicators_are_shared_and_set_up_one_after_another(
         log.clear()
         names = placement.devices or ("cuda:0",) * placement.num_stages
         own = dict.fromkeys(names[stage] for stage in placement.stages_of(rank))
-        facts = replace(RankFacts.of_this_process(), devices=tuple(DeviceFacts(name, 1, 1) for name in own))
+        facts = replace(RankFacts.current(), devices=tuple(DeviceFacts(name, 1, 1) for name in own))
         world = Stub(rank, (facts,) * placement.num_processes, placement=placement)
         found = connect(world, lambda stage, name: torch.float32)
         assert {stage for stage, _, _ in found} == {
@@ -237,7 +237,7 @@ def test_communicators_are_shared_and_set_up_one_after_another(
 
 def on_two_kinds() -> str:
     with pytest.raises(UserError) as caught:
-        world_for(PipelineConfig(2), "cpu" if World.of_job().rank == 0 else "meta")
+        world_for(PipelineConfig(2), "cpu" if World.current().rank == 0 else "meta")
     return str(caught.value)
 
 
@@ -280,7 +280,7 @@ SHAPES = {"router0": (3, 1), "hidden": (2, 4, 3), **SMALL, "count": (), "none": 
 
 def _joined_messages() -> tuple[int, dict[str, torch.Tensor]]:
     """How many messages one of many tensors is, and what arrives of it."""
-    world = World.of_job()
+    world = World.current()
     dtype_of = {"count": torch.int64, "half": torch.bfloat16}
     channel = RemoteChannel(1 - world.rank, 3, world.group_on(CPU), CPU, lambda name: dtype_of.get(name, torch.float32))
     begun: list[Any] = []

@@ -252,7 +252,7 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"'1f1b' has one step in a table; leave steps out"):
         build("1f1b", 2, 4, steps=[2, 2])
     with pytest.raises(ScheduleError, match="has several steps"):
-        window("pipedream", 2, [1, 1]).of_first(1)
+        window("pipedream", 2, [1, 1]).first(1)
     (tmp_path / "mine.txt").write_text(GOOD.strip())
     with pytest.raises(ScheduleError, match=r"line 6: the table has several steps, and a table that is read has one"):
         read_table(str(tmp_path / "mine.txt"), 2, 3, 2)

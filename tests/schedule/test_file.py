@@ -88,7 +88,7 @@ def _can_run(
 @settings(deadline=None, max_examples=80)
 def test_the_first_micro_batches_of_any_valid_table_are_a_valid_table(table: Schedule, data: st.DataObject) -> None:
     check_table(table)
-    part = table.of_first(data.draw(st.integers(1, table.num_micro_batches)))
+    part = table.first(data.draw(st.integers(1, table.num_micro_batches)))
     check_table(part)
     assert Schedule.from_text(part.text()) == part
     for whole, kept in zip(table.actions, part.actions, strict=True):
@@ -100,15 +100,15 @@ def test_the_first_micro_batches_of_any_valid_table_are_a_valid_table(table: Sch
 def test_so_are_those_of_the_builders(case: tuple[Schedule, Recompute], data: st.DataObject) -> None:
     table, _ = case
     rows = data.draw(st.integers(1, table.num_micro_batches // table.group_size))
-    check_table(table.of_first(rows * table.group_size))
+    check_table(table.first(rows * table.group_size))
 
 
 def test_a_table_has_no_more_micro_batches_than_it_has() -> None:
     table = build("1f1b", 2, 3)
-    assert table.of_first(3) is table
+    assert table.first(3) is table
     for number in (0, 4):
         with pytest.raises(ScheduleError, match=f"a step has {number} micro-batches and the table '1f1b' 3"):
-            table.of_first(number)
+            table.first(number)
 
 
 def test_the_tables_of_the_documentation_are_valid() -> None:

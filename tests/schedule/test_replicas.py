@@ -80,7 +80,7 @@ def test_every_table_is_valid_for_any_number_of_its_micro_batches(
     check_table(table)
     assert Schedule.from_text(table.text()) == table
     rows = data.draw(st.integers(1, table.num_micro_batches // table.group_size))
-    check_table(table.of_first(rows * table.group_size))
+    check_table(table.first(rows * table.group_size))
 
 
 @given(tables())

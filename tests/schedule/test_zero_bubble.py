@@ -154,7 +154,7 @@ def test_list_scheduling_finds_the_shortest_of_all_tables(
 ) -> None:
     """Or nearly."""
     placement = Placement(workers)
-    work = Work.of_equal_stages(len(workers))
+    work = Work.equal_stages(len(workers))
     found = best_listed(placement, micro_batches, work, [limit] * placement.num_processes)
     assert found.seconds == shortest(workers, micro_batches, limit) + longer
 
@@ -171,4 +171,4 @@ def test_the_page_of_schedules_draws_the_real_tables() -> None:
 
 def test_a_limit_without_room_for_one_micro_batch() -> None:
     with pytest.raises(ScheduleError, match="process 1 may hold 1, and one micro-batch in its stages takes 2"):
-        best_listed(Placement.v_shaped(4, 2), 3, Work.of_equal_stages(4), [2, 1])
+        best_listed(Placement.v_shaped(4, 2), 3, Work.equal_stages(4), [2, 1])

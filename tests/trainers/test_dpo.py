@@ -327,15 +327,15 @@ def test_the_formulas_of_every_loss() -> None:
         ("apo_down", 0.0, 0.6224593312018546 + 1 - 0.7310585786300049),
     ):
         loss = PreferenceLoss(0.5, loss_type, smoothing)
-        assert float(loss.of_units(LossInputs(inputs, 1, token_losses=losses))) == pytest.approx(expected, rel=1e-6), (
-            loss_type
-        )
+        assert float(loss.unit_losses(LossInputs(inputs, 1, token_losses=losses))) == pytest.approx(
+            expected, rel=1e-6
+        ), loss_type
         values, counts = loss.take(is_training=True).tolist()
         assert values == pytest.approx([0.5, -0.5, 1, 1, -3, -8])
         assert counts == [1] * 6
         assert not loss.take(is_training=True).any()
     free = PreferenceLoss(0.5, reference_free=True)
-    assert float(free.of_units(LossInputs({"labels": labels}, 1, token_losses=losses))) == pytest.approx(
+    assert float(free.unit_losses(LossInputs({"labels": labels}, 1, token_losses=losses))) == pytest.approx(
         -float(F.logsigmoid(torch.tensor(2.5)))
     )
 

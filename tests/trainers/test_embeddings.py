@@ -167,7 +167,7 @@ class InOnePass(Loss):
     def __init__(self, loss: EmbeddingLoss, rows_per_unit: int) -> None:
         self.loss, self.rows_per_unit = loss, rows_per_unit
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         return self.loss.compare(self.loss.embed(read), read.inputs["labels"]).mean()[None]
 
 

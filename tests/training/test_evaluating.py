@@ -320,6 +320,6 @@ def test_logits_leave_the_device_one_micro_batch_at_a_time() -> None:
     for _ in range(2):
         logits.add(torch.zeros(2, 3, 5, dtype=torch.bfloat16), {"labels": torch.zeros(2, 3)})
     assert all(isinstance(kept, np.ndarray) for (ids, (full,)), _ in logits._parts for kept in (ids, full))
-    tokens, (full,) = logits.collected(Mesh.of(World.of_job(), Placement([0])))
+    tokens, (full,) = logits.collected(Mesh.of(World.current(), Placement([0])))
     assert tokens.tolist() == [[0, 0, 0, -100]] * 4
     assert full.shape == (4, 4, 5)

@@ -124,7 +124,7 @@ def test_no_process_waits_for_the_updates_of_others_where_nothing_clips(tmp_path
 
 
 def _mini_batches(sizes: list[int], fails: bool) -> tuple[list[int], str | None]:
-    world = World.of_job()
+    world = World.current()
 
     def read() -> Iterator[Batches]:
         for size in sizes:

@@ -70,7 +70,7 @@ class Documents:
         queries = lengths if query_lengths is None else query_lengths
         return cls(tuple(lengths), is_compiled or not attends_by_document(model), tuple(queries))
 
-    def of_tokens(self, start: int, stop: int) -> Documents:
+    def cut(self, start: int, stop: int) -> Documents:
         """The documents that the tokens from `start` to `stop` (exclusive) of their row belong to."""
         pieces = [(begin, min(end, stop)) for begin, end in pairwise([0, *accumulate(self.lengths)])]
         own = [(begin, end) for begin, end in pieces if end > max(begin, start)]

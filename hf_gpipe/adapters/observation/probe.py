@@ -133,7 +133,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         UnsupportedModelError: the forward fails, or does not run one list of blocks (two for an encoder-decoder)
             in order, each block once.
     """
-    family = model.config.model_type
+    family = model.config.model_type or type(model).__name__
     try:
         long, short = partial(_forward, model, autocast, _MORE_TOKENS), partial(_forward, model, autocast)
         kept, calls = observe_kept(model, (long, short)), _run(model, autocast)

@@ -79,7 +79,7 @@ class Cut:
     parts: tuple[Runs, ...]
 
     @classmethod
-    def of_packs(cls, dim: int, packs: Sequence[Runs]) -> Cut:
+    def from_packs(cls, dim: int, packs: Sequence[Runs]) -> Cut:
         """Cut each of several packs that lie one after another, such as q, k and v in one matrix.
 
         Args:

@@ -24,7 +24,7 @@ from hf_gpipe.settings.pipeline import PipelineConfig
 def check(config: PipelineConfig, adapter: Adapter, loss: Loss | None, *, packing: bool, probe: Probe) -> None:
     """Raise UserError where rows are cut, or may be, and model, loss or packed documents do not allow it."""
     if config.cuts_rows and loss is not None:
-        check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=packing)
+        check_chunks(adapter, reads_tokens_only=loss.reads_tokens_only, packing=packing)
 
 
 def verify(config: PipelineConfig, adapter: Adapter, *, packing: bool, probe: Probe) -> None:

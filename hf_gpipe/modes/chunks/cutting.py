@@ -76,7 +76,7 @@ class ChunkCutter:
 
     def check(self, adapter: Adapter, batch: Batch, *, packing: bool) -> None:
         if packing:
-            check_chunks(adapter, is_loss_of_tokens=True, packing=True)
+            check_chunks(adapter, reads_tokens_only=True, packing=True)
         else:
             check_text_alone(adapter, batch, SETTING)
 
@@ -110,7 +110,7 @@ def members(whole: MicroBatch, groups: Groups, adapter: Adapter) -> list[Chunk]:
     ]
 
 
-def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) -> None:
+def check_chunks(adapter: Adapter, *, reads_tokens_only: bool, packing: bool) -> None:
     """Raise UserError where rows cannot be cut into chunks, because of the model, the loss or packed documents."""
     model = type(adapter.reference).__name__
     reason = None
@@ -120,7 +120,7 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"{model} has an encoder, whose tokens attend to later ones"
     elif adapter.labels_rows:
         reason = f"{model} scores rows as a whole"
-    elif not is_loss_of_tokens:
+    elif not reads_tokens_only:
         reason = "the loss needs whole rows"
     elif packing and is_flash(attention := attention_implementation(adapter.reference.config)):
         reason = f"attn_implementation {attention!r} needs the documents of whole rows; use sdpa or eager"
@@ -154,28 +154,28 @@ def cut(inputs: Inputs, groups: Groups, adapter: Adapter) -> list[tuple[int, dic
         DataError: an entry of the mini-batch has no value for each token, or padding predicts a token.
     """
     ids = adapter.main_input(inputs)
-    of_tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-    of_tokens["shift_labels"] = adapter.targets(inputs)
-    if odd := [name for name, tensor in of_tokens.items() if tensor.shape != ids.shape]:
+    per_token = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    per_token["shift_labels"] = adapter.targets(inputs)
+    if odd := [name for name, tensor in per_token.items() if tensor.shape != ids.shape]:
         raise DataError(
-            f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and the tokens {tuple(ids.shape)}; to cut rows "
+            f"{odd[0]} has the shape {tuple(per_token[odd[0]].shape)} and the tokens {tuple(ids.shape)}; to cut rows "
             f"into chunks ({SETTING}), each entry needs one value for each token"
         )
-    positions, limit = of_tokens.get("position_ids"), adapter.padding_matters_beyond
+    positions, limit = per_token.get("position_ids"), adapter.padding_matters_beyond
     if positions is not None and limit and int(positions.max()) >= limit:
         raise DataError(
             f"position_ids go to {int(positions.max())}, and beyond {limit} positions the rotary embeddings of "
             f"{type(adapter.reference).__name__} follow from the last position of whole rows; to cut rows into chunks "
             f"({SETTING}), leave position_ids out, or use shorter rows"
         )
-    mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
+    mask = per_token.pop("attention_mask", torch.ones_like(ids))
     if not adapter.padding_predicts_in_groups:
-        _check_padding(mask, of_tokens["shift_labels"])
+        _check_padding(mask, per_token["shift_labels"])
     documents = getattr(mask, "documents", None)
     parts = []
     for start, stop in pairwise(borders_of(ids.shape[1], *groups)):
-        own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
-        of_chunk = None if documents is None else documents.of_tokens(start, stop)
+        own = {name: tensor[:, start:stop] for name, tensor in per_token.items()}
+        of_chunk = None if documents is None else documents.cut(start, stop)
         parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))
     return parts
 

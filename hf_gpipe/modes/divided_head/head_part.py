@@ -41,7 +41,7 @@ class _Live:
     logits: torch.Tensor
     """(N, V'), the projection's output."""
     targets: torch.Tensor
-    of_tokens: TokenLoss
+    token_loss: TokenLoss
     whole: torch.Tensor | None = None
     """(3, N): the largest logit, the sum of exponentials, and the factor of the gradient. None except on the last
     stage: the other stages receive it in a message."""
@@ -90,7 +90,7 @@ class HeadPart:
             return {f"{_GRADIENT} {source.stage}": (num_positions, hidden[2])}
         if source.kind == LOGITS and source.stage == self._last:
             return {_WHOLE: (3, num_positions)}
-        has_metrics, part = self._loss.of_tokens.metrics is not None, self._rows.of_stage(source.stage)
+        has_metrics, part = self._loss.token_loss.metrics is not None, self._rows.of_stage(source.stage)
         logits = {f"{_LOGITS} {source.stage}": (num_positions, part[1] - part[0])} if self._sends_logits else {}
         return {f"{_SUMS} {source.stage}": (6 if has_metrics else 4, num_positions), **logits}
 
@@ -117,14 +117,14 @@ class HeadPart:
         """
         index, inputs = context.micro_batch.index, context.micro_batch.inputs
         hidden = self._hidden.pop(index) if self.is_at_end else context.carry["hidden"]
-        loss = self._loss.of_mini_batch(context.micro_batch.mini_batch, is_training=is_training)
+        loss = self._loss.for_mini_batch(context.micro_batch.mini_batch, is_training=is_training)
         if context.options.is_likelihood_only:
             loss = PLAIN
         deferred = self._recorded(inputs, hidden)
         targets = self._model.adapter.targets(inputs).flatten()
         flat = hidden.flatten(0, -2).to(deferred.autocast_dtype or hidden.dtype)
         matrix, bias = self._tensors(flat.dtype)
-        live = _Live(flat, flat.new_empty(len(flat), len(matrix)), targets, loss.of_tokens)
+        live = _Live(flat, flat.new_empty(len(flat), len(matrix)), targets, loss.token_loss)
         with self._without_autocast:
             torch.mm(flat, matrix.t(), out=live.logits)
             if bias is not None:
@@ -144,32 +144,32 @@ class HeadPart:
 
     def _sums_of(self, live: _Live, rows: slice, deferred: DeferredLogits) -> torch.Tensor:
         logits = deferred.finish(live.logits[rows][None])[0]
-        has_metrics = self._loss.of_tokens.metrics is not None
-        part = live.targets[rows], self._rows.first, live.of_tokens
+        has_metrics = self._loss.token_loss.metrics is not None
+        part = live.targets[rows], self._rows.first, live.token_loss
         return vocabulary_loss.sums_of_part(logits, *part, has_metrics=has_metrics).to(self.wide)
 
     def _join(
         self, whole: torch.Tensor, live: _Live, loss: Loss, context: Context, *, is_training: bool
     ) -> tuple[Tensors, Tensors]:
         """The last stage's part of S: the losses, and the factor of the gradient of each token's loss."""
-        micro_batch, of_tokens = context.micro_batch, live.of_tokens
-        size, is_unit = self._rows.size, of_tokens.units(live.targets)
+        micro_batch, token_loss = context.micro_batch, live.token_loss
+        size, is_unit = self._rows.size, token_loss.units(live.targets)
         targets = self._model.adapter.targets(micro_batch.inputs)
-        losses = vocabulary_loss.losses_of(whole[:4], size, of_tokens.label_smoothing)
-        if of_tokens.metrics is not None:
+        losses = vocabulary_loss.losses_of(whole[:4], size, token_loss.label_smoothing)
+        if token_loss.metrics is not None:
             entropies = whole[0] + whole[1].log() - whole[5] / whole[1]
-            of_tokens.metrics.add_entropies(is_unit, whole[4] == live.targets, entropies)
-        probability = losses.neg().exp() if of_tokens.is_dynamic else torch.ones_like(losses)
+            token_loss.metrics.add_entropies(is_unit, whole[4] == live.targets, entropies)
+        probability = losses.neg().exp() if token_loss.is_dynamic else torch.ones_like(losses)
         losses = (losses * probability).masked_fill(~is_unit, 0).view(targets.shape)
         read = LossInputs(micro_batch.inputs, micro_batch.num_units, micro_batch.num_tokens, losses)
         if not is_training:
-            if context.options.is_of_tokens:
+            if context.options.gives_log_probs:
                 return {}, {"rows": -losses}
             if context.options.is_first_pass:
                 return {}, {"rows": loss.embed(read)}
             plain = vocabulary_loss.losses_of(whole[:4], size, 0.0).masked_fill(~is_unit, 0).view(targets.shape)
             outputs = {"nll": plain.sum(1), "num_units": loss.row_units(targets)}
-            return {}, {**outputs, "loss": loss.of_each_row(read)}
+            return {}, {**outputs, "loss": loss.row_losses(read)}
         with torch.enable_grad():
             leaf = losses.detach().requires_grad_()
             value = loss.total(replace(read, token_losses=leaf))
@@ -196,7 +196,7 @@ class HeadPart:
                 with torch.set_grad_enabled(leaf.requires_grad):
                     logits = deferred.finish(leaf[None])[0]
                 part = live.targets[rows], self._rows.first, self._rows.size, largest[rows], total[rows]
-                gradient = vocabulary_loss.gradient_of_part(logits.detach(), *part, live.of_tokens)
+                gradient = vocabulary_loss.gradient_of_part(logits.detach(), *part, live.token_loss)
                 gradient.mul_(factor[rows, None])
                 if leaf.requires_grad:
                     (gradient,) = torch.autograd.grad(logits, leaf, gradient.to(logits.dtype))

@@ -25,7 +25,7 @@ def why_not_divided(adapter: Adapter, loss: Loss) -> str:
         "its PEFT adapters are saved with the head": _is_saved_with_adapters(adapter),
         "the model has an auxiliary loss of routers": bool(adapter.routers),
         "the loss reads more than the losses of tokens": loss.reads not in (Reads.TOKENS, Reads.ROWS),
-        "the loss changes the logits in a way of its own": type(loss.of_tokens) is not TokenLoss,
+        "the loss changes the logits in a way of its own": type(loss.token_loss) is not TokenLoss,
     }
     if problem := next((what for what, is_so in others.items() if is_so), ""):
         return problem

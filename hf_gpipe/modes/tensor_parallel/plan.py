@@ -101,7 +101,7 @@ class SplitPlan:
                 plan._divide_experts(name, module)
             elif name.endswith(_OF_HEADS):
                 heads = plan._heads(model, name.rpartition(".")[0])
-                plan.cuts[f"{name}.weight"] = Cut.of_packs(1, [heads.queries])
+                plan.cuts[f"{name}.weight"] = Cut.from_packs(1, [heads.queries])
         for name in plan.heads_of:
             of_heads = {f"{name}.{own}" for own, _ in model.get_submodule(name).named_parameters()} - plan.cuts.keys()
             plan.shared |= {path for path in of_heads if plan.modules.get(path.rpartition(".")[0]) != "row"}
@@ -138,9 +138,9 @@ class SplitPlan:
             self.modules[name] = "column"
             if kind != "key or value":
                 self.units[name] = lengths(made[parent])
-            self.cuts[f"{name}.weight"] = Cut.of_packs(dim, packs)
+            self.cuts[f"{name}.weight"] = Cut.from_packs(dim, packs)
             if layer.bias is not None:
-                self.cuts[f"{name}.bias"] = Cut.of_packs(0, packs)
+                self.cuts[f"{name}.bias"] = Cut.from_packs(0, packs)
         return made
 
     def _divide_rows(self, model: Any, layers: Sequence[tuple[str, Any]], made: Mapping[str, Runs]) -> None:
@@ -157,14 +157,14 @@ class SplitPlan:
             if read is None or length % read[-1][1]:
                 raise _not_covered(model, f"what its layer {name!r} reads is not known")
             self.modules[name] = "row"
-            self.cuts[f"{name}.weight"] = Cut.of_packs(dim, [scaled(read, length // read[-1][1])])
+            self.cuts[f"{name}.weight"] = Cut.from_packs(dim, [scaled(read, length // read[-1][1])])
 
     def _divide_experts(self, name: str, module: Any) -> None:
         """Plan for the matrices of experts."""
         self.modules[name] = "experts"
         for own, (dim, count) in _OF_EXPERTS.items():
             length = getattr(module, own).shape[dim] // count
-            self.cuts[f"{name}.{own}"] = Cut.of_packs(dim, [self._dealt(name, length)] * count)
+            self.cuts[f"{name}.{own}"] = Cut.from_packs(dim, [self._dealt(name, length)] * count)
             if getattr(module, f"{own}_bias", None) is not None:
                 raise UserError(f"the experts {name!r} have biases, which no rule divides; use experts without them")
 
@@ -252,7 +252,7 @@ class SplitPlan:
         for name, module in modules.items():
             if weights[name] not in divided or not hasattr(module, "weight"):
                 continue
-            self.cuts[weights[name]] = Cut.of_packs(0, [dealt(len(module.weight), self.size)])
+            self.cuts[weights[name]] = Cut.from_packs(0, [dealt(len(module.weight), self.size)])
             is_table = isinstance(module, nn.Embedding)
             if not is_table and name not in heads:
                 raise _not_covered(model, f"{name!r} has a part of the vocabulary and is no embedding")
@@ -261,10 +261,10 @@ class SplitPlan:
         for name in heads:
             if (head := modules[name]).bias is not None:
                 bias = f"{name}.bias"
-                self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [dealt(head.out_features, self.size)])
+                self.cuts[ties.get(bias, bias)] = Cut.from_packs(0, [dealt(head.out_features, self.size)])
         for name, buffer in model.named_buffers():
             if heads and name.endswith(_OF_VOCABULARY):
-                self.cuts[name] = Cut.of_packs(buffer.dim() - 1, [dealt(buffer.shape[-1], self.size)])
+                self.cuts[name] = Cut.from_packs(buffer.dim() - 1, [dealt(buffer.shape[-1], self.size)])
 
 
 def _kind(model: Any, name: str) -> Kind | None:

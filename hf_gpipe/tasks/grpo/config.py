@@ -145,7 +145,7 @@ class PipelineGRPOConfig(LanguageModelArguments, TaskArguments):
     def planned(self, inputs: PlanInputs) -> PlanInputs:
         # A server's time is not the pipeline's.
         own = self.max_completion_length if self.rollout_server is None else 0
-        inputs = inputs.of_rollouts(own, self.num_iterations)
+        inputs = inputs.for_rollouts(own, self.num_iterations)
         # It gives the probabilities before the updates then.
         return replace(inputs, forwards=0) if self.rollout_sync_steps > 1 else inputs
 

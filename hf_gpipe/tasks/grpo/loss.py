@@ -161,7 +161,7 @@ class GRPOLoss(NotingLoss):
         self.reads = Reads.ROWS | Reads.LOGITS if self.options.entropy_coef else Reads.ROWS
 
     @property
-    def of_tokens(self) -> TokenLoss:
+    def token_loss(self) -> TokenLoss:
         temperature = self.options.temperature
         return PLAIN if temperature == 1 else TemperedLoss(temperature=temperature)
 
@@ -189,7 +189,7 @@ class GRPOLoss(NotingLoss):
         """The completion's tokens."""
         return TokenLoss.units(targets).sum(dim=1)
 
-    def of_units(self, read: LossInputs) -> torch.Tensor:
+    def unit_losses(self, read: LossInputs) -> torch.Tensor:
         """The loss of each row, (B,), from the losses of its tokens (B, T), and perhaps the logits (B, T, V)."""
         given, inputs, log_probs = self.options, read.inputs, -read.token_losses
         # Labels that follow a position; where there is none, the log-probability is 0.

@@ -41,7 +41,7 @@ class _Prompts(Task):
         return longest_mini_batch(recipe, is_encoder_decoder=False, **several)
 
     def planned(self, recipe: Recipe, inputs: PlanInputs) -> PlanInputs:
-        return inputs.of_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
+        return inputs.for_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
 
     def measure(self, recipe: Recipe, pipe: Pipeline, held_out: HeldOut, processor: Any) -> HeldOutReport:
         options = recipe.grpo
