@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from transformers import EvalPrediction
 
@@ -114,7 +115,8 @@ class Evaluator:
     def _computed(self, rows: Sequence[_Rows], **options: bool) -> dict[str, Any]:
         """The metrics of `compute_metrics`, in the process that has the predictions."""
         assert self._trainer.compute_metrics is not None
-        predictions, labels, inputs, row_losses = self._arrays(rows)
+        # As in transformers' Trainer, one mini-batch is in tensors, and all of them are in arrays.
+        predictions, labels, inputs, row_losses = map(_tensors, rows[0]) if options else self._arrays(rows)
         prediction = EvalPrediction(
             predictions=predictions,
             label_ids=labels,
@@ -139,6 +141,13 @@ class Evaluator:
         if not self._args.eval_do_concat_batches:
             return predictions, *others
         return concatenated(predictions or [], self._fill), *(other and concatenated(other) for other in others)
+
+
+def _tensors(arrays: Any) -> Any:
+    """The tensors that share memory with an array or with those of a tuple; None stays."""
+    if isinstance(arrays, tuple):
+        return tuple(map(_tensors, arrays))
+    return None if arrays is None else torch.from_numpy(arrays)
 
 
 class _Rows(NamedTuple):

@@ -104,6 +104,8 @@ def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
 
     def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, Any]:
         rows = prediction.predictions
+        assert isinstance(rows, torch.Tensor)
+        assert isinstance(prediction.label_ids, torch.Tensor), "as in transformers' Trainer"
         calls.append((len(rows), compute_result))
         counts = np.array([count for count, _ in calls])
         metrics = {"rows": counts.sum(), "each": counts, "of": {"torch": torch.tensor([1, 2])}, "eval_loss": -1.0}
