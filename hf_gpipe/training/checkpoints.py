@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint.directory import (
@@ -39,7 +39,7 @@ from hf_gpipe.text import size_text
 from hf_gpipe.training.master_weights import SLOT
 from hf_gpipe.training.optim import set_rates, updated_parameters
 from hf_gpipe.training.steps import TrainingLength, changed_sizes, resumed_position
-from hf_gpipe.training.trainer_interface import TrainerInterface
+from hf_gpipe.training.trainer_interface import TrainerInterface, may_read_weights
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -316,7 +316,9 @@ class Checkpoints:
         asked = self._args.save_in_background
         if asked != "auto":
             return asked == "always"
-        copied, looks = Counter[str](), any(map(_looks_at_saves, self._trainer.callback_handler.callbacks))
+        # The model that `on_save` sees must be that of the checkpoint.
+        looks = any(may_read_weights(callback, "on_save") for callback in self._trainer.callback_handler.callbacks)
+        copied = Counter[str]()
         hosts, everyone = self._world.hosts, self._world.gather_objects((num_bytes, available_memory(), looks))
         if any(looks for _, _, looks in everyone):
             return False
@@ -337,15 +339,6 @@ class Checkpoints:
             writer.write(state)
         limit = self._args.save_total_limit
         write_once(self._output_dir, self._for_saving, lambda: rotate(self._output_dir, limit, keep))
-
-
-def _looks_at_saves(callback: TrainerCallback) -> bool:
-    """Whether a callback may look at the model in `on_save`, which must then be the model of the checkpoint.
-
-    The library's own callbacks read only the checkpoint, which they find by the state's step.
-    """
-    method = type(callback).on_save
-    return method is not TrainerCallback.on_save and not method.__module__.startswith("transformers.")
 
 
 def _run(write: Callable[[], None], outcome: Future[None]) -> None:

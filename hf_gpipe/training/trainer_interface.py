@@ -52,7 +52,7 @@ def in_lists(metrics: Any) -> Any:
     return metrics.tolist() if hasattr(metrics, "tolist") else metrics
 
 
-def _may_read_weights(callback: TrainerCallback, event: str) -> bool:
+def may_read_weights(callback: TrainerCallback, event: str) -> bool:
     """Whether a callback does something at an event, and is neither transformers' nor shows progress alone."""
     module = getattr(callback, event).__module__
     return not module.startswith("transformers.") and module != progress.__name__
@@ -198,7 +198,7 @@ class TrainerInterface:
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""
-        if any(_may_read_weights(callback, event) for callback in self.callback_handler.callbacks):
+        if any(may_read_weights(callback, event) for callback in self.callback_handler.callbacks):
             self.pipe.weights.late.make()
         try:
             self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
