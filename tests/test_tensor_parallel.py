@@ -97,7 +97,7 @@ def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:
 def whole_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
     """The gradients of all processes, whole, on each."""
     gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
-    mine = {n: pipe.models[pipe.ties.owner_stage[n]].whole(n, gradient) for n, gradient in gradients.items()}
+    mine = {n: pipe.models[pipe.ties.owner_stage[n]].division.whole(n, gradient) for n, gradient in gradients.items()}
     found: dict[str, torch.Tensor] = {}
     for part in pipe.world.gather_objects(mine):
         for name, gradient in part.items():

@@ -349,22 +349,6 @@ class StageModel:
         layer: nn.Linear = self.model.get_submodule(self.adapter.projection.names[0])
         return layer
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter or buffer, or of a tensor of its shape; without a division all of it."""
-        return self.division.part(name, whole)
-
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole that `part` takes a part of. With a division every rank calls it."""
-        return self.division.whole(name, part)
-
-    def writes(self, name: str) -> bool:
-        """Whether no other process writes a tensor of this stage, of which it has a part too."""
-        return self.division.writes(name)
-
-    def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
-        """The shape of the whole that `part` takes a part of."""
-        return self.division.whole_shape(name, part)
-
     def deferred_logits(self) -> DeferredLogits | None:
         """Return what records a forward without logits; None: the stage makes no logits, or must make them whole."""
         return None if self._projection is None else DeferredLogits()

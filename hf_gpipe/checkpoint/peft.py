@@ -97,9 +97,9 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
         check_tensors(directory, [WEIGHTS_NAME], names.__contains__)
     with _opened(file) as saved:
         for model, tensors in zip(models.values(), of_stages, strict=True):
-            _check_fit(saved, file, {name: model.whole_shape(own, tensor) for name, own, tensor in tensors})
+            _check_fit(saved, file, {name: model.division.whole_shape(own, tensor) for name, own, tensor in tensors})
             for name, own, tensor in tensors:
-                tensor.copy_(model.part(own, saved.get_tensor(name)))
+                tensor.copy_(model.division.part(own, saved.get_tensor(name)))
 
 
 def adapter_tensors(model: StageModel, peft: PeftAdapter) -> Iterator[tuple[str, str, torch.Tensor]]:

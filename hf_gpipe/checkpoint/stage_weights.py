@@ -226,7 +226,7 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
         tensors = _mapped(path, current)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            current[name].copy_(stage.part(name, tensor))
+            current[name].copy_(stage.division.part(name, tensor))
 
 
 def _mapped(path: str | os.PathLike[str], current: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

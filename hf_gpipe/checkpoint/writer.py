@@ -122,7 +122,7 @@ class CheckpointWriter:
                 tensors = saved_tensors(model, list(own))
             else:
                 named = peft.adapter_tensors(model, adapters)
-                tensors = {saved: model.whole(name, tensor) for saved, name, tensor in named}
+                tensors = {saved: model.division.whole(name, tensor) for saved, name, tensor in named}
             if world.leads(stage):
                 self._weights[stage] = tensors
 
@@ -158,8 +158,8 @@ class CheckpointWriter:
             for slot, value in slots.items():
                 if isinstance(value, torch.Tensor):
                     is_like = value.dim() == model.parameters[name].dim()
-                    whole = model.whole(name, value) if is_like else value
-                    if leads and model.writes(name):
+                    whole = model.division.whole(name, value) if is_like else value
+                    if leads and model.division.writes(name):
                         self._slots.setdefault(stage, {})[f"{name}/{slot}"] = whole
                 elif leads:
                     self._values.setdefault(name, {})[slot] = as_json(value, f"optimizer state {slot!r} of {name}")
@@ -238,8 +238,8 @@ def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
     """
     ignored = unsaved_keys(stage.model)
     tensors = {**stage.parameters, **stage.buffers}
-    whole_tensors = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
-    return {name: whole for name, whole in whole_tensors.items() if stage.writes(name)}
+    whole_tensors = {name: stage.division.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
+    return {name: whole for name, whole in whole_tensors.items() if stage.division.writes(name)}
 
 
 def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -178,7 +178,7 @@ class StageParameters:
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that has a parameter's shape; other tensors stay as they are."""
         model = self.models[self.ties.owner_stage[name]]
-        return model.part(name, whole) if whole.dim() == model.parameters[name].dim() else whole
+        return model.division.part(name, whole) if whole.dim() == model.parameters[name].dim() else whole
 
     # ------------------------------------------------------------------ loading and saving
 

@@ -84,7 +84,7 @@ def split_step(
     loss = steps.train_on([batch] if isinstance(batch, Mapping) else batch)
     stages = steps.parameters.models.values()
     parts = {name: (own, p.grad) for own in stages for name, p in own.parameters.items() if p.grad is not None}
-    gradients = {name: own.whole(name, gradient).to(CPU) for name, (own, gradient) in parts.items()}
+    gradients = {name: own.division.whole(name, gradient).to(CPU) for name, (own, gradient) in parts.items()}
     return Step(float(loss), gradients, adapter.dtype)
 
 

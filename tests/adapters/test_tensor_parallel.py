@@ -139,7 +139,7 @@ def test_a_given_model_stays_as_it_is_and_ranks_that_differ_are_found() -> None:
         assert given.isdisjoint(parameter.data_ptr() for parameter in stage.parameters.values())
         name = "model.norm.weight"
         stage.parameters[name].data[3] += ranks.place * differs * 1e-15
-        stage.whole(name, stage.parameters[name])
+        stage.division.whole(name, stage.parameters[name])
 
     emulate(Division(2), partial(of_rank, differs=False))
     assert not any(parameter._backward_hooks for parameter in model.parameters())

@@ -108,7 +108,9 @@ def check(
 def gathered(pipe: Pipeline, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of all processes, copied to the CPU. Replicas must have the same."""
     model_of = {name: pipe.models[pipe.ties.owner_stage[name]] for name in tensors}
-    mine = {name: model_of[name].whole(name, tensor.detach()).cpu().clone() for name, tensor in tensors.items()}
+    mine = {
+        name: model_of[name].division.whole(name, tensor.detach()).cpu().clone() for name, tensor in tensors.items()
+    }
     everything: dict[str, torch.Tensor] = {}
     for part in pipe.world.gather_objects(mine):
         for name, tensor in part.items():

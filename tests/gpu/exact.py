@@ -125,7 +125,7 @@ class Comparison:
         own = {name: model for model in pipe.models.values() for name in model.parameters}
         mine = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         # Of divided layers each process has parts.
-        mine = {name: own[name].whole(name, part) if name in own else part for name, part in mine.items()}
+        mine = {name: own[name].division.whole(name, part) if name in own else part for name, part in mine.items()}
         # Replicas of a stage have the same parameters, and each has the whole gradient.
         parts = pipe.world.gather_objects({name: gradient.cpu() for name, gradient in mine.items()})
         self.judge(what, [Result(loss, part) for part in parts], expected)
