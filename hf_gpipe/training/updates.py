@@ -33,7 +33,8 @@ def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[
     """Yield the callbacks that are called in the middle of an update, each with the name of the event."""
     for callback in callbacks:
         for event in _EVENTS_OF_UPDATE:
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+            # The method may be of the class or of the instance.
+            if getattr(getattr(callback, event), "__func__", None) is not getattr(TrainerCallback, event):
                 yield callback, event
 
 

@@ -109,7 +109,7 @@ def test_late_updates_are_hidden_by_forwards() -> None:
 
 
 def test_a_plan_that_waits_for_late_updates_is_reported() -> None:
-    """What would lower its bubble was looked for with other recomputations, and one that visits forbid ended it."""
+    """The advice skips kinds of recomputation with which weights cannot visit; they ended the report in an error."""
     asked = dealt((1,) * 8, 1, schedule="breadth_first")
     plan = with_host(planner(blocks(8), rows=8, optim="adamw_torch"), SLOW).plan(asked)
     assert plan.bubble > 0.4

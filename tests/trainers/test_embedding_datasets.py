@@ -18,7 +18,7 @@ from hf_gpipe.losses.embeddings import EmbeddingLosses
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, gathered_gradients
 from tests.trainers.test_embeddings import NO_DROPOUT, ROWS, SMALL, expected_loss, words
-from tests.training.toy import Recorder, weights
+from tests.training.toy import TWO_STAGES, Recorder, weights
 
 SCORED = [
     {"first": row["anchor"], "second": row["negative"], "score": number / 20} for number, row in enumerate(ROWS[:10])
@@ -37,11 +37,7 @@ def model() -> BertModel:
 
 def arguments(folder: Path | str, **values: Any) -> PipelineEmbeddingConfig:
     common: dict[str, Any] = {
-        "num_stages": 2,
-        "num_micro_batches": 3,
-        "schedule": "1f1b",
-        "recompute": "none",
-        "partition": "count",
+        **TWO_STAGES,
         "max_steps": 6,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 32,

@@ -58,7 +58,7 @@ from tests.oracle import (
     run_pipeline,
     tiny_config,
 )
-from tests.training.toy import Recorder, weights
+from tests.training.toy import TWO_STAGES, Recorder, weights
 
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -224,11 +224,7 @@ ROWS = [
 
 def trained(folder: Path, model: Any, data: list[dict[str, Any]], **values: Any) -> tuple[Any, list[dict[str, Any]]]:
     common: dict[str, Any] = {
-        "num_stages": 2,
-        "num_micro_batches": 3,
-        "schedule": "1f1b",
-        "recompute": "none",
-        "partition": "count",
+        **TWO_STAGES,
         "max_steps": 3,
         "per_device_train_batch_size": 6,
         "learning_rate": 0.05,

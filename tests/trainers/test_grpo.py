@@ -24,7 +24,7 @@ from hf_gpipe.tasks.grpo.prompts import PromptExamples, prompted_of
 from hf_gpipe.tasks.grpo.rewards import Rewards
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
-from tests.training.toy import Recorder, trained_alike, weights
+from tests.training.toy import TWO_STAGES, Recorder, trained_alike, weights
 
 
 def rollouts(count: int = 7) -> dict[str, torch.Tensor]:
@@ -208,11 +208,7 @@ def made_trainer(
     given |= {"eval_dataset": None, "reward_processing_classes": None}
     given |= {name: values.pop(name) for name in given if name in values}
     common: dict[str, Any] = {
-        "num_stages": 2,
-        "num_micro_batches": 3,
-        "schedule": "1f1b",
-        "recompute": "none",
-        "partition": "count",
+        **TWO_STAGES,
         "max_steps": 2,
         "per_device_train_batch_size": 2,
         "num_generations": 3,

@@ -17,6 +17,7 @@ from hf_gpipe.errors import NonFiniteError, StageError
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.modes.visits.late_updates import LATE_UPDATE
 from hf_gpipe.training import optim
+from hf_gpipe.training.updates import callbacks_of_update
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY
@@ -339,3 +340,10 @@ def test_float16(tmp_path: Path) -> None:
         assert runs[0].scaler is not None
         assert runs[1].scaler == runs[0].scaler
         assert_equal(runs[1], runs[0])
+
+
+def test_a_method_that_an_instance_has_is_called_in_the_middle_of_an_update() -> None:
+    callback = TrainerCallback()
+    assert not [*callbacks_of_update([callback])]
+    vars(callback)["on_optimizer_step"] = lambda *args, **kwargs: None
+    assert [*callbacks_of_update([callback])] == [(callback, "on_optimizer_step")]

@@ -49,6 +49,16 @@ class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
         return (self._rows[index] for index in range(len(self._rows)))
 
 
+#: Arguments of a pipeline of two stages, in which nothing is recomputed.
+TWO_STAGES: dict[str, Any] = {
+    "num_stages": 2,
+    "num_micro_batches": 3,
+    "schedule": "1f1b",
+    "recompute": "none",
+    "partition": "count",
+}
+
+
 class Recorder(TrainerCallback):
     """Notes the name of every event, and what was logged."""
 
